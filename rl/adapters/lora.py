@@ -64,8 +64,7 @@ class Adapters:
 
     @torch.no_grad()
     def begin(self, model: nn.Module, seed: int) -> None:
-        """Initialize this rank's part of the adapters with peft's initial values, drawn whole so that they are the same on any
-        number of ranks."""
+        """Give this rank's part of the adapters peft's initial values, drawn whole: the same on any number of ranks."""
         generator = torch.Generator().manual_seed(seed)
         for name in self.tensors:
             parameter = model.get_parameter(name)

@@ -85,8 +85,7 @@ def resume(args, identity: Identity, learner: Learner, total_steps: int) -> Resu
 
 
 def load(path: Path, learner: Learner) -> dict:
-    """Read the checkpoint into the learner. Return the state of the run's other parts, by name. Raise UserError if it cannot be
-    used."""
+    """Read the checkpoint into the learner. Return the state of the run's other parts. Raise UserError if it cannot be used."""
     record = _read_state(path)
     load_tensors(path, learner.state_tensors())
     ranks = record["ranks"]
@@ -108,8 +107,7 @@ def _read_state(path: Path) -> dict:
 
 
 def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read the fp32 weights and moments into this learner's parts of them, in place. Raise UserError if the checkpoint has
-    others."""
+    """Read weights and moments into this learner's parts of them, in place. Raise UserError if the checkpoint has others."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     try:
         saved = {name: list(of.size) for name, of in _reader(path).read_metadata().state_dict_metadata.items()}

@@ -144,8 +144,7 @@ class Saver:
         return self.run_dir / f"step_{step:06d}"
 
     def save_last(self, step: int, save: Callable[[int], None]) -> Path | None:
-        """Save that step, after which nothing is trained, unless it is saved already, and wait for it. Return the checkpoint;
-        None if nothing was trained."""
+        """Save the last step, unless it is saved already, and wait. Return the checkpoint; None if nothing was trained."""
         if step > self.step:
             save(step)
         return self.finish(step) if step else None
@@ -153,8 +152,7 @@ class Saver:
     # ------------------------------------------------------------------------------------------- before the thread
 
     def _has_room(self, shards: int) -> bool:
-        """Return whether all learners have the memory for their copies; otherwise print a line. shards: bytes of this one's. A
-        collective."""
+        """Return whether all learners have memory for copies, else print a line. shards: bytes of this one's. A collective."""
         if self._copies:
             return True
         learners = min(launch.here().local_world_size, self.learner.ranks.world_size)  # at most, of this node
@@ -192,8 +190,7 @@ class Saver:
             )
 
     def _first_error(self, act: Callable[[], object], acts: bool = True) -> str:
-        """Return the error of the first learner for which the act fails, in a line, or "". acts: whether this learner acts. A
-        collective."""
+        """Return the first learner's error of the act, in a line, or "". acts: whether this learner acts. A collective."""
         error = ""
         try:
             if acts:
@@ -223,8 +220,7 @@ class Saver:
         self.best.prune(self.args.checkpoint.max_ckpt_to_keep)
 
     def _write_model(self, work: Path) -> None:
-        """Write the adapters, if any, and the model with these added, whole and under the hub's names, with an index if there
-        are several files."""
+        """Write the adapters, if any, and the model with these added, whole and under the hub's names."""
         change = self._write_adapter(work) if self.learner.adapters else as_it_is
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -280,8 +276,7 @@ class Saver:
             (work / TRAINING / name).write_bytes(content)
 
     def _write_files(self, stem: Path, tensors: Tensors, header: Callable) -> list[tuple[Path, list[str]]]:
-        """Write the tensors to files of up to FILE_BYTES. Return each file with the names of its tensors. header: names -> the
-        metadata of their file."""
+        """Write files of up to FILE_BYTES. Return each with the names of its tensors. header: names -> a file's metadata."""
         out = []
         for number, named in enumerate(_in_parts(tensors, FILE_BYTES)):
             file = stem.with_name(f"{stem.name}{f'-{number}' * bool(number)}.safetensors")

@@ -17,31 +17,26 @@ import importlib
 import json
 import os
 import secrets
-import shlex
-import signal
-import subprocess
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
-from rl.environments import descendants, pictures
+from rl.environments import pictures
+from rl.environments.command import Command, End
 from rl.environments.descendants import Children
+from rl.environments.open_call import OpenCall
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.protocols import form
 from rl.environments.protocols.form import Answer, Call, Refused
 from rl.environments.said import Growing, before, said
 from rl.environments.turns import Turns
-from rl.rewards.worker import how_it_ended
 
-LARGEST = 1 << 26  # bytes of a request, and of a line that an agent prints
+LARGEST = 1 << 26  # bytes of a request
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
-LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
 NO_ROOM = "the response's budget of tokens or turns is used up: --max-response-length, --max-turns"
 NO_SCHEMA = (
     "a JSON schema of the answer needs a call without tools, and a run with --engine vllm, --top-k and --keep-sampling-mask, "
@@ -58,14 +53,6 @@ class Failed(Exception):
     event = "error"
 
 
-@dataclass(frozen=True)
-class End:
-    """The end of an agent. reward: None if a grader scores it; failure: why it cannot be scored."""
-
-    reward: Any = None
-    failure: str | None = None
-
-
 @dataclass
 class Conversation:
     """A sequence of calls, each of which extends the one before."""
@@ -74,42 +61,6 @@ class Conversation:
     tools: list[dict]
     tokens: int
     is_cut: bool = False  # whether the last turn lacks its end token: max_tokens cut it, or a stop string ended it
-
-
-class OpenCall:
-    """A call that is being answered."""
-
-    def __init__(self, call: Call, index: int):
-        self.call, self.index = call, index
-        self.begun: Answer | None = None  # before anything is sampled
-        self.growing: Growing | None = None  # if the call streams
-        self.outcome: Answer | Refused | None = None
-        self._has_news = asyncio.Event()
-
-    def grow(self, ids: list[int]) -> None:
-        """Add tokens that were sampled."""
-        self.growing.ids += ids
-        self._has_news.set()
-
-    def end(self, outcome: Answer | Refused) -> None:
-        self.outcome = self.outcome or outcome
-        self._has_news.set()
-
-    async def pieces(self) -> AsyncIterator[tuple[str, str, Answer]]:
-        """Yield (kind, text, answer): its "reasoning" and "content" as they grow, if the call streams, and its "end" when it is
-        whole. Raise Refused."""
-        while not self.outcome:
-            await self._has_news.wait()
-            self._has_news.clear()
-            for piece in [] if self.outcome else self.growing.more():
-                yield *piece, self.begun
-        answer = self.outcome
-        if isinstance(answer, Refused):
-            raise answer
-        rest = self.growing.rest(vars(answer)) if self.growing else []
-        for piece in rest if rest or answer.content or answer.calls else [("content", "")]:
-            yield *piece, answer
-        yield "end", "", answer
 
 
 class Agents:
@@ -307,10 +258,11 @@ class Session:
     async def reset(self, item: dict) -> dict:
         """Start the agent. Return the tokens of its first call."""
         self.agents.sessions[self.key] = self
-        limit = self.agents.settings["timeout"]
+        agents = self.agents
+        limit = agents.settings["timeout"]
         self.offer = {"row": item["row"], "seed": item["own_seed"], "split": item["split"]}
-        if self.agents.settings["agent"]:
-            self._command = Command(self, self._news.put_nowait)
+        if command := agents.settings["agent"]:
+            self._command = Command(command, agents.url, self.key, self.offer, agents.children, self._news.put_nowait)
             limit += START
         else:
             self.agents.waiting.append(self)
@@ -405,62 +357,3 @@ def _reward(end: End) -> float | None:
     if end.failure:
         raise Failed(f"the agent {end.failure}")
     return as_reward(end.reward)
-
-
-class Command:
-    """A user's command. Its stdin is the row as JSON. Its output goes to the console, except for a reward in the last line."""
-
-    def __init__(self, session: Session, on_end: Callable[[End], None]):
-        """on_end: called with the end. The reward is that of the last line, {"reward": 1.0}, or None."""
-        of, offer = session.agents, session.offer
-        variables = {"OPENAI_BASE_URL": of.url, "OPENAI_API_KEY": session.key, "OPENAI_MODEL": form.MODEL}
-        variables |= {"ANTHROPIC_BASE_URL": of.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": session.key}
-        variables |= {"ANTHROPIC_MODEL": form.MODEL, "OPENAI_DEFAULT_MODEL": form.MODEL}
-        environment = os.environ | variables | {"EPISODE_SEED": str(offer["seed"]), "EPISODE_SPLIT": offer["split"]}
-        for name in ("NO_PROXY", "no_proxy"):
-            environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-        root = str(Path(__file__).resolve().parents[2])  # was added for this process
-        environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(root).removeprefix(os.pathsep)
-        with tempfile.TemporaryFile() as row:
-            row.write(json.dumps(offer["row"]).encode())
-            row.seek(0)
-            own = {"start_new_session": True, "preexec_fn": descendants.adopt_orphans}
-            pipes = {"stdin": row, "stdout": subprocess.PIPE}
-            self._process = subprocess.Popen(shlex.split(of.settings["agent"]), env=environment, **pipes, **own)
-        self._last = b""
-        self._ended = of.children.watch(self._process.pid)
-        self._ended.add_done_callback(lambda ended: setattr(self._process, "returncode", ended.result()))  # keeps it till then
-        self._report_task = asyncio.create_task(self._report(on_end))
-
-    async def _report(self, on_end: Callable[[End], None]) -> None:
-        reading = asyncio.create_task(self._read())
-        try:
-            code = await asyncio.shield(self._ended)
-            await asyncio.wait([reading], timeout=LAST_WORDS)
-            last = None
-            with contextlib.suppress(ValueError, RecursionError):
-                last = json.loads(self._last)
-            has_reward = isinstance(last, dict) and "reward" in last
-            if not has_reward:
-                self._print()
-            on_end(End(last["reward"] if has_reward else None, how_it_ended(code) if code else None))
-        finally:
-            reading.cancel()
-
-    async def _read(self) -> None:
-        lines = asyncio.StreamReader(limit=LARGEST)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), self._process.stdout)
-        async for line in lines:
-            if line.strip():
-                self._print()
-                self._last = line
-
-    def _print(self) -> None:
-        os.write(2, self._last)
-
-    def close(self) -> None:
-        """End the command."""
-        self._report_task.cancel()
-        if not self._ended.done():
-            os.kill(self._process.pid, signal.SIGKILL)  # it is not reaped: no other process can have its number

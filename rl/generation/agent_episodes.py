@@ -6,7 +6,6 @@ advantage, and one budget of tokens, in which the further prompts count, althoug
 """
 
 import dataclasses
-import functools
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl.generation.engine import Output, Request, request_seed
-from rl.generation.episodes import Episodes, Id, Named
-from rl.generation.responses import Key, OpenGroup
-from rl.generation.stop_strings import StopStrings
+from rl.generation.episode import Id, Named
+from rl.generation.episodes import Episodes
+from rl.generation.responses import Added, Key, OpenGroup
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
 
@@ -30,14 +29,12 @@ class History:
 
     request: Request
     output: Output
-    mask: np.ndarray | None = None  # of its first tokens; the policy has sampled the rest
     at: int = 0
     seconds: list[list[float]] = field(default_factory=list)  # of its turns
-    images: list[bytes] = field(default_factory=list)  # files; of a later history also those of its prompt
+    added: Added = field(default_factory=Added)  # with the images of its prompt, if it is a later one
 
-    def whole_mask(self) -> np.ndarray:
-        known = np.zeros(0, bool) if self.mask is None else self.mask
-        return np.concatenate([known, np.ones(len(self.output.token_ids) - len(known), bool)])
+    def sampled(self) -> np.ndarray:
+        return self.added.sampled(len(self.output.token_ids))
 
 
 @dataclass
@@ -57,15 +54,13 @@ class AgentEpisodes(Episodes):
     def __init__(self, *given):
         super().__init__(*given)
         self._histories: dict[Id, Histories] = {}
-        self._stop_of = functools.lru_cache(self._make_stop)
         self._streams: dict[Id, tuple[str, int]] = {}  # of open calls: its name, and the turn's tokens that it has
 
     # -- the generator's questions
 
     def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: Named | None) -> list[Output]:
         """Start a prompt's episodes. Recorded ones start again from the beginning, because an agent cannot be replayed."""
-        work.masks.clear()
-        work.images.clear()
+        work.added.clear()
         super().start(key, work, [None] * len(before), None)
         for request, output in zip(work.requests, before, strict=True):
             self._of[request.id].restarts = int(output is not None)
@@ -113,15 +108,7 @@ class AgentEpisodes(Episodes):
         if answer.get("stream"):
             self._streams[id] = answer["stream"], 0
 
-    def _make_stop(self, strings: tuple[str, ...]) -> StopStrings | None:
-        """Return the stop strings of a turn: those of --stop, and those of its call."""
-        strings = (*self.args.sampling.stop, *strings)
-        return StopStrings(strings, self.job.tokenizer) if strings else None
-
     def _add(self, id: Id, so_far: Output | None) -> None:
-        requests = self.working[id[0]].requests
-        sampling = dataclasses.replace(requests[id[1]].sampling, stop=self._stop_of(self._of[id].stop))
-        requests[id[1]] = dataclasses.replace(requests[id[1]], sampling=sampling)
         try:
             super()._add(id, so_far)
         except ValueError as error:
@@ -187,9 +174,7 @@ class AgentEpisodes(Episodes):
         history = of.all[number]
         of.active = number
         episode.output, episode.at = history.output, history.at
-        if history.mask is not None:
-            work.masks[id[1]] = history.mask
-        work.images[id[1]] = history.images
+        work.added[id[1]] = history.added
         work.requests[id[1]] = history.request
 
     def _note(self, id: Id) -> None:
@@ -199,9 +184,8 @@ class AgentEpisodes(Episodes):
         history = of.all[of.active]
         history.output = episode.output or history.output
         history.at = episode.at
-        history.mask = self.working[id[0]].masks.pop(id[1], None)
         history.seconds += episode.seconds[sum(len(its.seconds) for its in of.all) :]
-        history.images = self.working[id[0]].images.pop(id[1], [])
+        history.added = self.working[id[0]].added.pop(id[1], history.added)
 
     def _images_of_prompt(self, id: Id) -> "Images | None":
         return None if self._histories[id].active else super()._images_of_prompt(id)
@@ -230,7 +214,7 @@ class AgentEpisodes(Episodes):
         first, *others = of.all[: of.first + 1] + sorted(of.all[of.first + 1 :], key=lambda its: its.request.prompt_ids)
         others = [history for history in others if history.output.token_ids]
         tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
-        masks = [first.whole_mask()]
+        masks = [first.sampled()]
         lengths = [len(tokens)]
         parts = [(first.output.support, len(tokens))]
         for history in others:
@@ -239,7 +223,7 @@ class AgentEpisodes(Episodes):
             tokens += [*prompt, *output.token_ids]
             log_probs += [0.0] * len(prompt) + output.log_probs
             versions += output.versions[:1] * len(prompt) + output.versions
-            masks += [np.zeros(len(prompt), bool), history.whole_mask()]
+            masks += [np.zeros(len(prompt), bool), history.sampled()]
             lengths.append(len(prompt) + len(output.token_ids))
             parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
         known = sampling_mask.of_responses(*zip(*parts, strict=True))
@@ -247,10 +231,8 @@ class AgentEpisodes(Episodes):
         routes = _joined_routes([first.output, *(h.output for h in others)], len(work.prompt.ids)) if tokens else None
         self._of[id].output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
         self._of[id].seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
-        work.masks[id[1]] = np.concatenate(masks)
-        work.images[id[1]] = [file for history in (first, *others) for file in history.images]
-        if len(lengths) > 1:
-            work.histories[id[1]] = lengths
+        images = [file for history in (first, *others) for file in history.added.images]
+        work.added[id[1]] = Added(np.concatenate(masks), images, lengths if len(lengths) > 1 else None)
 
 
 def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:

@@ -9,22 +9,21 @@ If several ranks share an engine (--rollout-tp), only the first has processes. A
 needs one message: the answers that the first rank has read.
 """
 
-import base64
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.data.job import Job
-from rl.data.prompts import Prompt
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
+from rl.generation.episode import Episode, Id, Named, files_of, named_of, with_answer
 from rl.generation.responses import Key, OpenGroup, Responses
-from rl.model import sampling_mask
+from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
 from rl.rewards.pool import Score, can_score
@@ -35,50 +34,6 @@ if TYPE_CHECKING:
 OF_GROUP = 2**32 - 1  # replaces a response's number in the seed that its group's environments share
 WAIT = 5e-3  # seconds to wait for an environment if there is nothing to sample
 BY_ROWS = 2  # processes per response that the engine can decode at once
-Id = tuple[Key, int]  # of a response: its prompt's key, and its number
-Named = tuple[list[int], str]  # the tokens of a prompt, and the digest of its images
-
-
-@dataclass
-class Episode:
-    """A response under way."""
-
-    output: Output | None = None  # the response so far; None while the engine has it, or before it begins
-    prompt: Named | None = None  # of the recorded response, if the run has resumed
-    in_engine: bool = False
-    is_over: bool = False
-    at: int = 0  # number of tokens of the ended turns and of the answers to them
-    last: list[int] = field(default_factory=list)  # tokens of the last turn
-    turns: int = 0
-    rewards: list[float] = field(default_factory=list)  # of the turns that have one
-    calls: int = 0
-    malformed: int = 0
-    began: float = 0.0  # when the engine got the turn under way
-    seconds: list[list[float]] = field(default_factory=list)  # of each turn: until it was sampled, until it was answered
-    cached: int = 0  # tokens that the engine did not compute again for a further turn
-    cut: str = ""  # why it ended early: "turns" or "length"
-    event: Score | None = None  # why it cannot be scored
-    restarts: int = 0
-    asked: float = 0.0  # when its environment was last asked
-    most: int | None = None  # limit of the next turn's tokens, if an agent sets one
-    schema: str = ""  # that the next turn keeps to, if an agent has one
-    stop: tuple[str, ...] = ()  # strings that end the next turn, if an agent has some
-
-    def say(self, end: int) -> list[int]:
-        """Count the model's turn, which ends before token `end`. Return its tokens."""
-        self.turns += 1
-        self.seconds.append([time.monotonic() - self.began, 0.0])
-        self.last = self.output.token_ids[self.at : end]
-        self.at = end
-        return self.last
-
-    def add(self, answer: dict) -> None:
-        """Count an environment's answer to the last turn."""
-        self.seconds[-1][1] += answer["seconds"]
-        self.calls += answer.get("calls", 0)
-        self.malformed += answer.get("malformed", 0)
-        if answer["reward"] is not None:
-            self.rewards.append(answer["reward"])
 
 
 class Episodes(Responses):
@@ -102,6 +57,7 @@ class Episodes(Responses):
         self._in_lock_step = not args.schedule.split and not args.environment.serve_policy  # no result depends on time
         self._has_recorded = False  # whether `resume` has to replay recorded episodes
         self._requests: list[tuple] | None = None  # for the engine, collected by `_replay`
+        self._stop_of = functools.lru_cache(self._make_stop)
         self._now = 0.0  # of the engine's first rank, so that all its ranks decide alike
         patience = args.reward.outage_timeout if self.waits_in_outages and not args.environment.from_tape else 0.0
         says = engine_ranks.is_leader
@@ -198,8 +154,7 @@ class Episodes(Responses):
         if id not in self._of:
             return {}
         episode = self._of[id]
-        mask = self.working[id[0]].mask(id[1], len(episode.output.token_ids))
-        sampled = len(episode.output.token_ids) if mask is None else int(mask.sum())
+        sampled = int(self.working[id[0]].added[id[1]].sampled(len(episode.output.token_ids)).sum())
         own = {}
         if name := self.args.environment.name_of(self.working[id[0]].prompt.row):
             score = self.working[id[0]].scores.get(id[1])
@@ -305,7 +260,7 @@ class Episodes(Responses):
             self._refuse(id, "a prompt whose row has images cannot be added to")
         else:
             if prompt:
-                files = _files(answer)
+                files = files_of(answer)
                 images = self._images_of(prompt, np.ones(len(prompt), bool), files) if files else None
                 text = self.job.tokenizer.decode(self.job.prompts.prep.once(prompt) if files else prompt)
                 work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=text, images=images)
@@ -323,7 +278,7 @@ class Episodes(Responses):
             return
         work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=work.prompt.ids)
         output = self._of[id].output
-        if output and self._of[id].prompt != _named(work.prompt):
+        if output and self._of[id].prompt != named_of(work.prompt):
             self._forget(id)
         if self._of[id].output:
             self._ask(id, "replay", turns=self._recorded(id)[0])
@@ -340,13 +295,13 @@ class Episodes(Responses):
         """Return the images of the prompt and those that the environment has shown behind it."""
         work = self.working[id[0]]
         before = self._images_of_prompt(id)
-        if not (files := work.images.get(id[1])):
+        added = work.added[id[1]]
+        if not added.images:
             return before
         prompt = work.requests[id[1]].prompt_ids
         tokens = so_far.token_ids if so_far else []
-        mask = work.mask(id[1], len(tokens))
-        shown = np.concatenate([np.ones(len(prompt), bool), np.zeros(len(tokens), bool) if mask is None else ~mask])
-        return self._images_of([*prompt, *tokens], shown, [*(before.sources if before else ()), *files])
+        shown = np.concatenate([np.ones(len(prompt), bool), ~added.sampled(len(tokens))])
+        return self._images_of([*prompt, *tokens], shown, [*(before.sources if before else ()), *added.images])
 
     def _images_of_prompt(self, id: Id) -> "Images | None":
         return self.working[id[0]].prompt.images
@@ -357,8 +312,7 @@ class Episodes(Responses):
     def _recorded(self, id: Id) -> tuple[list[list[list[int]]], bool]:
         """Return the answered turns of a recorded episode, [tokens, answer's tokens] each, and whether another turn follows."""
         tokens = self._of[id].output.token_ids
-        mask = self.working[id[0]].mask(id[1], len(tokens))
-        sampled = [True] * len(tokens) if mask is None else mask.tolist()
+        sampled = self.working[id[0]].added[id[1]].sampled(len(tokens))
         runs = [len(list(run)) for _, run in itertools.groupby(sampled)]
         ends = itertools.accumulate(runs, initial=0)
         parts = [tokens[begin:end] for begin, end in itertools.pairwise(ends)]
@@ -369,8 +323,8 @@ class Episodes(Responses):
         incomplete, because the run or the budget ended."""
         episode = self._of[id]
         turns, is_last_open = self._recorded(id)
-        files = [file for of_turn in answer["answers"] or () for file in _files(of_turn)]
-        if answer["answers"] is None or files != self.working[id[0]].images.get(id[1], []):
+        files = [file for of_turn in answer["answers"] or () for file in files_of(of_turn)]
+        if answer["answers"] is None or files != self.working[id[0]].added[id[1]].images:
             self._end_process(id)
             self._forget(id)
             self._start_process(id)
@@ -390,8 +344,7 @@ class Episodes(Responses):
             self._cut(id)
 
     def _forget(self, id: Id) -> None:
-        self.working[id[0]].masks.pop(id[1], None)
-        self.working[id[0]].images.pop(id[1], None)
+        self.working[id[0]].added.pop(id[1], None)
         self._of[id] = Episode(restarts=self._of[id].restarts + 1)
 
     # -- turn after turn
@@ -411,14 +364,26 @@ class Episodes(Responses):
         if episode.most is not None:
             most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
         requests = self.working[key].requests
-        sampling = dataclasses.replace(requests[number].sampling, max_tokens=most, schema=episode.schema)
-        more = {"sampling": sampling, "turn": episode.at, "images": self._images(id, so_far)}
-        requests[number] = dataclasses.replace(requests[number], **more)
-        request = dataclasses.replace(requests[number], so_far=so_far, priority=key.place, kv_version=kept)
+        limits = {"max_tokens": most, "schema": episode.schema, "stop": self._stop_of(episode.stop)}
+        request = dataclasses.replace(
+            requests[number],
+            sampling=dataclasses.replace(requests[number].sampling, **limits),
+            so_far=so_far,
+            turn=episode.at,
+            images=self._images(id, so_far),
+            priority=key.place,
+            kv_version=kept,
+        )
+        requests[number] = request
         if self._requests is None:
             self.engine.add(request)
         else:
             self._requests.append((not was_playing, id, request))
+
+    def _make_stop(self, strings: tuple[str, ...]) -> StopStrings | None:
+        """Return the stop strings of a turn: those of --stop, and those of an agent's call."""
+        strings = (*self.args.sampling.stop, *strings)
+        return StopStrings(strings, self.job.tokenizer) if strings else None
 
     def _room(self, id: Id) -> int:
         """Return the most tokens that the response may have."""
@@ -450,17 +415,14 @@ class Episodes(Responses):
             self._end(id, "turns" if episode.turns >= self.args.environment.max_turns else "length")
         else:
             if ids:
-                masks = self.working[id[0]].masks
-                known = masks.get(id[1], np.zeros(0, bool))
-                turn = np.ones(episode.at - len(known), bool)
-                masks[id[1]] = np.concatenate([known, turn, np.zeros(len(ids), bool)])
+                added = self.working[id[0]].added[id[1]]
+                added.mask = np.concatenate([added.sampled(episode.at), np.zeros(len(ids), bool)])
                 episode.at += len(ids)
             self._show(id, answer)
-            self._add(id, _with(episode.output, ids))
+            self._add(id, with_answer(episode.output, ids))
 
     def _show(self, id: Id, answer: dict) -> None:
-        if files := _files(answer):
-            self.working[id[0]].images.setdefault(id[1], []).extend(files)
+        self.working[id[0]].added[id[1]].images += files_of(answer)
 
     # -- the end
 
@@ -529,28 +491,7 @@ class Episodes(Responses):
     def _play_again(self, id: Id) -> None:
         """Reset the environment of an episode that failed, and replay its turns."""
         failed = self._of[id]
-        prompt = failed.prompt or _named(self.working[id[0]].prompt)
+        prompt = failed.prompt or named_of(self.working[id[0]].prompt)
         self._of[id] = Episode(failed.output, prompt, restarts=failed.restarts + 1)
         self._resetting.add(id)
         self._start_process(id)
-
-
-def _named(prompt: Prompt) -> Named:
-    return prompt.ids, prompt.images.digest if prompt.images else ""
-
-
-def _files(answer: dict) -> list[bytes]:
-    """Return the images' files in an environment's answer."""
-    return [base64.b64decode(file) for file in answer.get("images", ())]
-
-
-def _with(output: Output | None, ids: list[int]) -> Output | None:
-    """Return an output with tokens of the environment: their log-prob is 0 and their version that of the token before."""
-    if not ids:
-        return output
-    known = output.support
-    if known is not None:
-        known = np.concatenate([known, sampling_mask.nothing(len(ids), known.shape[1])])
-    log_probs = [*output.log_probs, *[0.0] * len(ids)]
-    versions = [*output.versions, *output.versions[-1:] * len(ids)]
-    return Output(output.id, [*output.token_ids, *ids], log_probs, versions, "unfinished", output.routes, known)

@@ -234,7 +234,7 @@ class Generator:
     def _row(self, index: int, group: OpenGroup, number: int) -> dict:
         score = group.scores[number]
         tokens = group.outputs[number].token_ids
-        if group.images.get(number):
+        if group.added[number].images:
             tokens = self.job.prompts.prep.once(tokens)
         return {
             "index": index,

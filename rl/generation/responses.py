@@ -9,6 +9,7 @@ rl/generation/episodes.py has responses of several turns, with the same methods.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -35,6 +36,19 @@ class Key(NamedTuple):
 
 
 @dataclass
+class Added:
+    """What an environment has added to a response."""
+
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # of its first tokens; the policy samples the rest
+    images: list[bytes] = field(default_factory=list)  # files
+    histories: list[int] | None = None  # if there are several: number of tokens of each
+
+    def sampled(self, tokens: int) -> np.ndarray:
+        """Return which tokens the policy sampled, [tokens] bool."""
+        return np.concatenate([self.mask, np.ones(tokens - len(self.mask), bool)])
+
+
+@dataclass
 class OpenGroup:
     """A prompt under way, with its n responses."""
 
@@ -43,9 +57,7 @@ class OpenGroup:
     greedy: bool = False  # whether there is a greedy response as well, number n (ReMax)
     outputs: dict[int, Output] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
-    masks: dict[int, np.ndarray] = field(default_factory=dict)  # bool, of a response's first tokens; the rest are sampled
-    histories: dict[int, list[int]] = field(default_factory=dict)  # of a response with several: number of tokens of each
-    images: dict[int, list[bytes]] = field(default_factory=dict)  # files of those that a response's environment has shown
+    added: dict[int, Added] = field(default_factory=lambda: defaultdict(Added))  # to each response
     brings_images: bool = False  # whether the environment has shown those of the prompt
     seconds: dict[int, list[list[float]]] = field(default_factory=dict)  # of an episode's turns, as Response has them
     requests: list[Request] = field(default_factory=list)  # one per response
@@ -54,8 +66,7 @@ class OpenGroup:
 
     def mask(self, number: int, tokens: int) -> np.ndarray | None:
         """Return which tokens of response `number` the policy sampled, [tokens] bool; None if all of them."""
-        known = self.masks.get(number)
-        return None if known is None else np.concatenate([known, np.ones(tokens - len(known), bool)])
+        return self.added[number].sampled(tokens) if len(self.added[number].mask) else None
 
     @property
     def has_ended(self) -> bool:
@@ -125,9 +136,8 @@ class Responses:
     def last_turn(self, output: Output) -> list[int]:
         """Return the tokens of an ended response that a verifier scores: those after the last masked one."""
         key, number = output.id
-        known = self.working[key].masks.get(number)
-        first = 0 if known is None else 1 + max(np.flatnonzero(~known), default=-1)
-        return output.token_ids[first:]
+        masked = np.flatnonzero(~self.working[key].added[number].mask)
+        return output.token_ids[1 + max(masked, default=-1) :]
 
     def score(self, id: tuple[Key, int]) -> Score | None:
         """Return an ended response's score; None if the scoring pool has to compute it."""
@@ -163,8 +173,8 @@ def to_response(
         mask=group.mask(output.id[1], len(output.token_ids)),
         routes=None if output.routes is None else output.routes[len(group.prompt.ids) :],
         support=output.support,
-        histories=group.histories.get(output.id[1]),
-        images=as_arrays(group.images.get(output.id[1], ())),
+        histories=group.added[output.id[1]].histories,
+        images=as_arrays(group.added[output.id[1]].images),
         seconds=group.seconds.get(output.id[1]),
     )
 
@@ -176,9 +186,7 @@ def recorded(id: tuple[Key, int], partial: Group | None, group: OpenGroup) -> Ou
     if before is None or not len(before.token_ids):
         return None
     if before.mask is not None:
-        group.masks[id[1]] = before.mask
-    if before.images:
-        group.images[id[1]] = [file.tobytes() for file in before.images]
+        group.added[id[1]] = Added(before.mask, [file.tobytes() for file in before.images or ()])
     parts = (before.token_ids.tolist(), before.log_probs.tolist(), before.versions.tolist())
     routes = None if before.routes is None else np.concatenate([partial.prompt_routes, before.routes])
     return Output(id, *parts, before.finish_reason, routes, before.support)
@@ -187,5 +195,5 @@ def recorded(id: tuple[Key, int], partial: Group | None, group: OpenGroup) -> Ou
 def prompt_routes(outputs: Iterable[Output], group: OpenGroup) -> np.ndarray | None:
     """Return the routes of the prompt's tokens from a response that has them, if possible one that follows the prompt."""
     known = [output for output in outputs if output.routes is not None]
-    known.sort(key=lambda output: group.histories.get(output.id[1], [1])[0] == 0)
+    known.sort(key=lambda output: (group.added[output.id[1]].histories or [1])[0] == 0)
     return known[0].routes[: len(group.prompt.ids)] if known else None

@@ -73,8 +73,7 @@ def pack_apart(
 
 
 def _place(lengths: Sequence[int], groups: Sequence[int], max_tokens: int, ranks: int, part: int) -> list[list[int]]:
-    """Return the bins of a plan; neighbouring bins are one micro-batch's on each rank. part: the longest run, as a part of a
-    bin's average load; 0 lets a run fill a bin."""
+    """Return the bins of a plan, each rank's side by side. part: of a bin's average load, for the longest run; 0 for all."""
     count = max(1, -(-sum(lengths) // (max_tokens * ranks)))
     while True:
         runs = _runs(lengths, groups, sum(lengths) / (part * count * ranks) if part else max_tokens)

@@ -8,8 +8,7 @@ from rl.model.attention import linear_layers
 
 
 def flops_of_step(learner, batch: Batch, forward_only: float) -> float:
-    """Return the FLOPs of a step's updates on all learners. learner: a Learner; forward_only: the part of the tokens without a
-    backward pass."""
+    """Return the FLOPs of a step's updates on all learners. forward_only: the part of the tokens without a backward pass."""
     flops = update_flops(learner.config, batch, frozen=bool(learner.adapters))
     if learner.policy.takes_images:
         from rl.data.image_prompts import image_sizes, tower_flops

@@ -107,8 +107,7 @@ class Packed:
 
     @functools.cached_property
     def _buckets(self) -> tuple[list[tuple[torch.Tensor, int]], torch.Tensor]:
-        """([(index into the row of each cell [S * L], L)], output_index [T]: the cell of each token's output, with the buckets
-        laid end to end)."""
+        """([(index into the row of each cell [S * L], L)], [T] the cell of each token's output, buckets end to end)."""
         buckets, cell_of = in_buckets(self.begins, self.lengths)
         indices = [(self.gather_index[cells.flatten()].to(self.device), cells.shape[1]) for _, cells, _ in buckets]
         return indices, cell_of[self.scatter_index].to(self.device)
@@ -121,8 +120,7 @@ def _gather(x: torch.Tensor, index: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def attention_forward(module, query, key, value, attention_mask, scaling: float, layout, **wanted):
-    """transformers' attention interface. query [B, H, L, D] with B * L tokens in the layout's order; returns [B, L, H, D].
-    wanted: the other options of the layer's attention."""
+    """transformers' attention interface: query [B, H, L, D] with B * L tokens in the layout's order -> [B, L, H, D]."""
     _refuse(layout.longest, **wanted)
     batch, _, length, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * L, H, D]

@@ -60,8 +60,7 @@ class Segments:
 
 
 def attend(kernel: str, segments: Segments, query, key, value, scaling: float) -> torch.Tensor:
-    """Causal attention of each segment to the one in front of it and to itself. query [T, H, D]; key, value [T, H_kv, D];
-    returns [T, H, D]."""
+    """Attention of each segment to the one in front and to itself. query [T, H, D]; key, value [T, H_kv, D]; -> [T, H, D]."""
     if segments.keys is not None:
         key, value = (x.index_select(0, segments.keys) for x in (key, value))  # [K, H_kv, D]
     return KERNELS[kernel](segments, query, key, value, scaling)

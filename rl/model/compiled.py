@@ -14,8 +14,7 @@ from rl.model.pretrained import decoder_layers, has_experts
 
 
 def compile_layers(model: nn.Module, where: str) -> None:
-    """Compile the forward of each decoder layer, at its first call. Raise UserError for a model with experts, or without a
-    compiler."""
+    """Compile each decoder layer at its first call. Raise UserError for a model with experts, or without a compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -57,8 +57,7 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
-    """Leaves every rank its own experts, without values, and has the tokens sent to them. shard: options of fully_shard. To be
-    called before the layers around the experts are sharded."""
+    """Leaves every rank its own experts, without values, before the layers around them are sharded. shard: for fully_shard."""
     mesh = ranks.expert_mesh["expert"]
     shard = shard | {"mesh": ranks.expert_mesh["shard"]}
     if policy := shard.get("mp_policy"):
@@ -104,8 +103,7 @@ def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, 
 
 def rows_to_trade(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
     """Return the rows that arrive from each rank for each of this rank's experts [E], and the numbers of rows to send to and
-    receive from each rank. count [E]: this rank's rows for each expert of all ranks; rows: their sum, which plan.py's fake
-    device needs."""
+    receive from each rank. count [E]: this rank's rows for each expert of all ranks; rows: their sum, for plan.py."""
     arriving = torch.empty_like(count)
     torch.distributed.all_to_all_single(arriving, count, group=group)
     sent, received = torch.stack([count, arriving]).view(2, group.size(), -1).sum(2).tolist()  # the only wait for the device
@@ -122,8 +120,7 @@ def _compute(own_experts: nn.Module, rows: torch.Tensor, expert: torch.Tensor) -
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], largest: float) -> float:
-    """Scales gradients that are sharded over different meshes down to a global norm of `largest`, and returns the norm that
-    they had. torch's own function takes only one mesh."""
+    """Clips gradients that are sharded over different meshes, and returns their norm. torch's own function takes one mesh."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None]  # no element is on two ranks
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]  # of gradients in bf16, too
     own = torch.stack(norms).norm().cpu().double()  # over the host: collectives of devices may not take float64

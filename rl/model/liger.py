@@ -26,8 +26,7 @@ EPSILON = 1e-6
 
 
 def use_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device, say: bool) -> None:
-    """Have the norms and MLPs of these families compute by Liger's kernels where it has them. Warn if it is installed and not
-    used. dtype: of the computation."""
+    """Have the norms and MLPs of these families compute by Liger's kernels. Warn if it is installed and not used."""
     if not is_accelerator(device) or importlib.util.find_spec("liger_kernel") is None:
         return
     text = model.config.get_text_config()

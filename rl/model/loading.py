@@ -163,8 +163,7 @@ def open_weights(path: str, trust_remote_code: bool = False, say: bool = True, n
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, weights: Weights, ranks: Ranks) -> None:
-    """Give this rank its part of the model's parameters, in fp32, and all buffers. Raise UserError if a node has other files
-    than the first one. A collective."""
+    """Give this rank its part of the parameters, and all buffers. Raise UserError if nodes have other files. A collective."""
     if len(launch.nodes()) > 1:
         _check_nodes(weights)
     model.generation_config = weights.model.generation_config

@@ -144,8 +144,7 @@ def _log_softmax(hidden: torch.Tensor, head: nn.Linear, temperature: float) -> t
 
 @torch.no_grad()
 def check_policy(policy, path: str, name: str = "--model") -> None:
-    """Raise UserError if the policy's log-probs are not those of transformers. policy: on the CPU, not sharded, in fp32. name:
-    of the flag that gave the model."""
+    """Raise UserError if log-probs of the policy, in fp32 on the CPU, are not those of transformers. name: of the flag."""
     model = policy.model
     where = f"{name} {path}"
     generator = torch.Generator().manual_seed(0)  # a run's own numbers stay

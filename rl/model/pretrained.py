@@ -39,8 +39,7 @@ logging.disable_progress_bar()  # "Loading weights" once per model and rank woul
 
 
 def takes_images(config: PretrainedConfig) -> bool:
-    """Whether the model takes images and text: by its family, because transformers has such a model for the config, or, with
-    code of its own, because its config has a tower."""
+    """Whether the model takes images: by its family, transformers' classes, or, with code of its own, a tower's config."""
     kind = getattr(config, "model_type", None)
     if kind in FAMILIES or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return True
@@ -73,7 +72,6 @@ def load_config(path: str, trust_remote_code: bool = False, name: str = "--model
 
 @functools.cache
 def load_tokenizer(path: str, trust_remote_code: bool = False, name: str = "--model") -> PreTrainedTokenizerBase:
-    """name: of the flag, for a message."""
     remedy = "Save one next to the weights (tokenizer.save_pretrained)."
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
         # transformers would make an empty one of the model's class, silently
@@ -88,8 +86,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, name: str = "--mo
 
 
 def check_model(path: str, tokenizer: PreTrainedTokenizerBase, args, name: str = "--model") -> None:
-    """Raise UserError for a model or tokenizer that cannot be trained with these flags. Reads no weights. args: a script's.
-    name: of the flag that gave the model."""
+    """Raise UserError for a model or tokenizer that cannot be trained with a script's flags. Reads no weights."""
     config = load_config(path, args.trust_remote_code, name)
     where = f"{name} {path}"
     model = _check_modules(config, where, args.trust_remote_code)
@@ -127,8 +124,7 @@ def check_lengths(config: PretrainedConfig, args) -> None:
 
 
 def _check_modules(config: PretrainedConfig, where: str, trust_remote_code: bool) -> PreTrainedModel:
-    """Returns the model without weights. Raise UserError if it lacks modules: the learner shards `model.layers` and takes
-    log-probs from `lm_head`."""
+    """Return the model without weights. Raise UserError if it lacks modules that training needs."""
     if takes_images(config) and config.model_type not in FAMILIES:
         raise UserError(
             f"{where}: it takes images, and is a {config.model_type}. Of such models {', '.join(FAMILIES)} can be trained."
@@ -230,8 +226,7 @@ def _template_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def end_token_ids(
     path: str, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False, name: str = "--model"
 ) -> set[int]:
-    """All end tokens that generation_config.json, config.json or the tokenizer name. Any of them ends a response. name: of the
-    flag, for a message."""
+    """All end tokens that generation_config.json, config.json or the tokenizer name. Any of them ends a response."""
     sources = {"config.json": load_config(path, trust_remote_code, name), GENERATION: generation_config(path, name)}
     found = set()
     for file, source in (sources | {"the tokenizer": tokenizer}).items():

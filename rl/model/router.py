@@ -166,8 +166,7 @@ def as_record(routes: torch.Tensor, experts: int) -> np.ndarray:
 
 
 def check_record(routes: np.ndarray) -> None:
-    """Raises UserError unless every token goes to K different experts. Some engines return zeros if a kernel does not report
-    its choice."""
+    """Raises UserError unless every token goes to K different experts: an engine may return zeros if a kernel says nothing."""
     ordered = np.sort(routes, axis=-1)  # [T, L, K]
     wrong = np.argwhere((ordered[..., 1:] == ordered[..., :-1]).any(-1))
     if len(wrong):
@@ -180,8 +179,7 @@ def check_record(routes: np.ndarray) -> None:
 
 
 def routes_for(args, micro, device: torch.device) -> torch.Tensor | None:
-    """The routes that the micro-batch's forward pass replays, on the device. Raises UserError if the generator's routes are
-    wanted and missing."""
+    """The routes that the micro-batch replays, on the device. Raises UserError if the generator's are wanted and missing."""
     if args.router_replay == "R3" and micro.routes is None and micro.has_responses:
         raise UserError("--router-replay R3: the samples came without their routes. Generate them with the same flag.")
     return None if args.router_replay == "off" or micro.routes is None else micro.routes.to(device)

@@ -75,8 +75,7 @@ class Piece:
         return self.size, self.row.work[1] / self.sharing
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
-        """Causal attention within each sequence of the whole row. query [t, H, D]; key, value [t, H_kv, D]; returns
-        [t, H, D]."""
+        """Causal attention within each sequence of the whole row. query [t, H, D]; key, value [t, H_kv, D]; -> [t, H, D]."""
         if (kv := key.shape[1]) < self.sharing:  # one for each rank; its queries all look at the same
             key, value = (x.repeat_interleave(self.sharing // kv, dim=1) for x in (key, value))
         by_rank = [x.unflatten(1, (self.sharing, -1)) for x in (query, key, value)]  # [t, ranks, heads, D]

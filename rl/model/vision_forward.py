@@ -67,8 +67,7 @@ class RowImages:
         )
 
     def pixels(self) -> Tensor | None:
-        """[patches, values of a patch] fp32 on the CPU, of the distinct images; None without any. Raises
-        rl.data.images.ImageError."""
+        """[patches, values of a patch] fp32 on the CPU, of the distinct images; None without any. Raises ImageError."""
         pixels = torch.cat([images.pixels_of(number) for images, number in self.files]) if self.files else None
         if self.taken:
             self.taken()
@@ -103,8 +102,7 @@ def row_inputs(lengths: Sequence[int], after: Sequence[int], images: Sequence[Im
 
 
 def hidden_states(base: nn.Module, layout, input_ids: Tensor, position_ids: Tensor, images: RowImages | None) -> Tensor:
-    """input_ids [1, T], position_ids [3, 1, T] -> hidden states [T, hidden]. base: the model without its head. images: None
-    leaves the tower alone."""
+    """input_ids [1, T], position_ids [3, 1, T] -> hidden states [T, hidden]. base: without its head. No images, no tower."""
     inputs = language_inputs(base, input_ids, images)
     return base.language_model(position_ids=position_ids, use_cache=False, layout=layout, **inputs)[0][0]
 

@@ -21,7 +21,8 @@ from rl.ranks.device_groups import host_group
 from rl.transport.ring import Ring, RingTimeout
 
 RECORD_SECONDS = 0.1  # until a wait for a record looks for the end
-END = -1  # instead of a record's size
+MOST_RECORDS = 64  # of a message, which has those that are there, each with a length above 0
+MOST_BYTES = 1 << 20  # of a message with several records
 RECEIVER, FORWARDER = 0, 1
 
 
@@ -48,17 +49,18 @@ class Receiver:
         """Put the records of a node into the ring until it has sent all."""
         group = _join(store, sender, RECEIVER)
         ring = Ring.attach(self._address)  # a Ring object is for one thread
-        head = torch.empty(2, dtype=torch.long)
+        head = torch.empty(1 + MOST_RECORDS, dtype=torch.long)
         while True:
             group.recv([head], FORWARDER, 0).wait()
-            size, checksum = head.tolist()
-            if size == END:
+            checksum, *lengths = head.tolist()
+            if not any(lengths):
                 break
-            record = torch.empty(size, dtype=torch.uint8)
-            group.recv([record], FORWARDER, 0).wait()
-            if _checksum(record.numpy()) != checksum:
-                raise RuntimeError("a record from another node does not fit its checksum")
-            ring.put(record.numpy(), timeout=float("inf"))
+            data = torch.empty(sum(lengths), dtype=torch.uint8)
+            group.recv([data], FORWARDER, 0).wait()
+            if _checksum(data.numpy()) != checksum:
+                raise RuntimeError("records from another node do not fit their checksum")
+            for record in data.split([length for length in lengths if length]):
+                ring.put(record.numpy(), timeout=float("inf"))
         ring.close()
         group.send([head], FORWARDER, 0).wait()
 
@@ -84,23 +86,28 @@ class Forwarder:
 
     def _move(self, store: Store, node: int) -> None:
         group = _join(store, node, FORWARDER)
-        while record := self._take():
-            group.send([torch.tensor([len(record), _checksum(record)])], RECEIVER, 0).wait()
-            group.send([torch.frombuffer(bytearray(record), dtype=torch.uint8)], RECEIVER, 0).wait()
+        head = torch.zeros(1 + MOST_RECORDS, dtype=torch.long)
+        while records := self._take():
+            data = bytearray().join(records)
+            head.zero_()
+            head[: 1 + len(records)] = torch.tensor([_checksum(data), *map(len, records)])
+            group.send([head], RECEIVER, 0).wait()
+            group.send([torch.frombuffer(data, dtype=torch.uint8)], RECEIVER, 0).wait()
             watchdog.progress()
-        end = torch.tensor([END, 0])
-        group.send([end], RECEIVER, 0).wait()
-        group.recv([end], RECEIVER, 0).wait()  # when all records are in the other ring
+        group.send([head.zero_()], RECEIVER, 0).wait()
+        group.recv([head], RECEIVER, 0).wait()  # when all records are in the other ring
 
-    def _take(self) -> bytes | None:
-        """Return the next record; None if there will be no other."""
-        while True:
+    def _take(self) -> list[bytes]:
+        """Return the next records; none if there will be no other."""
+        records = []
+        while len(records) < MOST_RECORDS and sum(map(len, records)) < MOST_BYTES:
             is_ending = self._is_ending  # before the ring is looked at
             try:
-                return self._ring.get(timeout=0 if is_ending else RECORD_SECONDS)
+                records.append(self._ring.get(timeout=0 if is_ending or records else RECORD_SECONDS))
             except RingTimeout:
-                if is_ending:
-                    return None
+                if records or is_ending:
+                    break
+        return records
 
 
 def _checksum(record) -> int:

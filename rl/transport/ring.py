@@ -107,8 +107,7 @@ class Ring:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of records written and taken so far, by all processes. A process that was killed may have counted one too
-        many."""
+        """The number of records written and taken so far; a process that was killed may have counted one too many."""
         return {"written": self._words[WRITTEN], "taken": self._words[TAKEN]}
 
     def state(self) -> str:

@@ -69,8 +69,7 @@ class PublishPlan:
         return out
 
     def views(self, run: torch.Tensor, members: range | None = None) -> list[torch.Tensor]:
-        """Return views of the parameters `members`, by default all, with their shapes and precisions. run: a part of the stream
-        that begins with the first of them."""
+        """Return views of the parameters `members`, by default all. run: a part of the stream that begins with the first."""
         members = range(len(self.names)) if members is None else members
         base = self.offsets[members.start]
         ends = self.offsets

@@ -70,8 +70,7 @@ class Subscriber:
         self.plan = self.plan.later()
 
     def _check_held(self, version: int, given: dict[str, int | torch.Tensor]) -> None:
-        """Raise RuntimeError, with the name, if a parameter that the engine was given has another digest there. Warn once of
-        those that it cannot show."""
+        """Raise RuntimeError if a parameter given to the engine has another digest there. Warn once of those it cannot show."""
         held = {}
         for name in given:
             if (live := self.engine.read_back(name)) is not None:

@@ -346,7 +346,8 @@ def test_an_environment_that_answers_otherwise_starts_its_response_again():
 
 def test_in_lock_step_results_do_not_depend_on_who_answers_first(monkeypatch):
     """train_sync.py with --over-sample: which groups end first, and in which order the engine gets them, is the same."""
-    monkeypatch.setattr("rl.generation.episodes.time", SimpleNamespace(monotonic=lambda: 0.0))  # turns are timed
+    for module in ("episodes", "episode"):
+        monkeypatch.setattr(f"rl.generation.{module}.time", SimpleNamespace(monotonic=lambda: 0.0))  # turns are timed
     seen = set()
     for seed in range(6):
         random.seed(seed)

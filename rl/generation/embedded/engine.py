@@ -183,8 +183,7 @@ class TransformersEngine:
         return whole
 
     def share_parameters(self, memory: dict[str, torch.Tensor]) -> None:
-        """Move the parameters into these tensors, which have their shapes and precisions. Writing into the tensors then changes
-        the weights, and `update` has nothing left to copy."""
+        """Move the parameters into these tensors: who writes there changes the weights, and `update` has nothing to copy."""
         for name, parameter in self._parameters.items():
             memory[name].copy_(parameter)
             parameter.data = memory[name]

@@ -40,8 +40,7 @@ class ChosenExperts:
             scheduler.aux_output_connector = None
 
     def take(self, request: str, completion) -> np.ndarray | None:
-        """Return the routes [prompt + n - 1, L, K] of a finished request, by vLLM's name, and forgets them; None on tensor
-        parallel ranks that get none. completion: vLLM's output."""
+        """Return and forget the routes [prompt + n - 1, L, K] of a finished request; None on ranks that get none."""
         if self._captured is not None:
             return self._captured.pop(request)
         return None if completion.routed_experts is None else completion.routed_experts[:, self.layers]

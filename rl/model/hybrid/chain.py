@@ -53,8 +53,7 @@ class Wave:
 
 
 class Chain:
-    """The segments of a packed row, end to end. after[i]: the segment that segment i continues, -1 for none; that one continues
-    none itself. Segments may be empty."""
+    """The segments of a packed row, end to end, some of them empty. after[i]: the segment that segment i continues, or -1."""
 
     def __init__(self, lengths: list[int], after: list[int], device: torch.device):
         self.lengths, self.after, self.device = lengths, after, device

@@ -118,8 +118,7 @@ def flops_per_token(config) -> int:
 
 @contextlib.contextmanager
 def in_plain_torch(model: nn.Module) -> Iterator[None]:
-    """Has transformers compute delta nets in torch, even if it has imported a package's kernels (flash-linear-attention), which
-    do not run on a CPU."""
+    """Has transformers compute delta nets in torch: flash-linear-attention, which it may have imported, needs a device."""
     spaces = [vars(sys.modules[name]) for name in {type(net).__module__ for _, net in delta_nets(model)}]
     kept = [(space, name, space[name]) for space in spaces for name in KERNELS if name in space]
     try:

@@ -30,14 +30,12 @@ def packed_rule(q: Tensor, v: Tensor) -> Callable | None:
 
 
 def unused(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why an accelerator computes a model's gated delta nets with our own rule; empty if it uses
-    flash-linear-attention, and on a CPU."""
+    """Why an accelerator computes a model's delta nets with our own rule; empty if it does not, and on a CPU."""
     return _checked(device, dtype, config.linear_key_head_dim, config.linear_value_head_dim)[1]
 
 
 def choose_rule(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, say: bool) -> None:
-    """At a learner's start: compiles and compares the kernels, and warns if an accelerator computes with our own rule. config:
-    of the text."""
+    """Compiles and compares the kernels, and warns if an accelerator computes with our own rule. config: of the text."""
     if (why := unused(config, dtype, device)) and say:
         print(
             f"warning: flash-linear-attention is not used for the gated delta nets: {why}. In plain torch they take more than "

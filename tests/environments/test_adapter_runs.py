@@ -1,0 +1,201 @@
+"""Runs with the adapters of examples/environments over their real packages, which are installed here: three steps in sync, and
+the same bits in async after kill -9. The model is a random one of one token a byte, whose turns end with common letters; the
+workers' tasks are the demo's sums, which it answers right in part."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from families import tokenizer_of
+from helpers import ROOT, SMALL, bits, eventually, free_port, left_over, run_script, start
+from test_adapters import OPENENV, PACKAGES, SERVER, WITH
+
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
+STEPS = 3
+RUN = ["--train-batch-size", 2, "--rollout-n", 2, "--total-training-steps", STEPS, "--test-freq", 0, "--lr", 1e-3]
+RUN += ["--save-freq", 1, "--max-ckpt-to-keep", 0, "--lr-warmup-steps", 0, "--entropy-coeff", 0.01]
+TURNS = ["--max-prompt-length", 1500, "--max-response-length", 1500, "--max-turns", 3, "--stop", *"aeioutnsr"]
+KEY = "0123456789abcdef"
+VERIFIERS = """
+import verifiers.v1 as vf
+
+__all__ = ["SumsTaskset"]
+
+class SumsData(vf.TaskData):
+    answer: str
+
+class SumsTask(vf.Task[SumsData]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply.strip() == self.data.answer)
+
+class SumsTaskset(vf.Taskset[SumsTask, vf.TasksetConfig]):
+    def load(self):
+        return [SumsTask(SumsData(prompt=f"{n}+{n + 1}=", answer=str(2 * n + 1)), self.config.task) for n in range(10, 40)]
+"""
+OLDER_VERIFIERS = """
+import verifiers as vf
+from datasets import Dataset
+
+def load_environment(first):
+    def right(completion, answer, **_):
+        return float(completion[-1]["content"].strip() == answer)
+    rows = [{"question": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(first, first + 30)]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+"""
+INSPECT = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import match
+from inspect_ai.solver import generate
+
+@task
+def sums():
+    samples = [Sample(input=f"{n}+{n + 1}=", target=str(2 * n + 1)) for n in range(10, 40)]
+    return Task(dataset=samples, solver=generate(), scorer=match(location="exact"))
+"""
+REWARD = """
+def right(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str.strip() == ground_truth)
+"""
+HERE = json.dumps({"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}})
+ENVIRONMENTS = {  # name -> the packages, and its flags
+    "reasoning-gym": (f"{PACKAGES} {WITH}", ["--env", "reasoning-gym:chain_sum"]),
+    "textarena": (f"{PACKAGES} {WITH}", ["--env", "textarena:GuessTheNumber-v0"]),
+    "gem": (f"{PACKAGES} {WITH}", ["--env", "gem:game:GuessTheNumber-v0-easy"]),
+    "skyrl-gym": (f"{PACKAGES} {WITH}", ["--env", "skyrl-gym:gsm8k_multi_turn"]),
+    "openenv": ("openenv==0.10.0", ["--env", "openenv:URL"]),
+    "mcp": ("", ["--tools", f"mcp:{sys.executable} SERVER", "--reward", "tests/programs/spread_reward.py:score"]),
+}
+WORKERS = {  # name -> its package, the user's file, and the worker's words after the URL
+    "verifiers": ("verifiers==0.4.0", VERIFIERS, ["verifiers_worker.py", "sums", "--given", HERE]),
+    "verifiers-old": ("verifiers==0.1.14", OLDER_VERIFIERS, ["verifiers_worker.py", "sums", "--given", '{"first": 10}']),
+    "inspect": ("inspect-ai==0.3.285 openai", INSPECT, ["inspect_worker.py", "sums.py@sums"]),
+}
+
+
+def install(*words: str | Path) -> None:
+    try:
+        subprocess.run(["uv", *words], check=True, capture_output=True, text=True, timeout=300)
+    except (subprocess.SubprocessError, FileNotFoundError) as error:
+        pytest.skip(f"the packages cannot be installed: {getattr(error, 'stderr', error)!s:.300}")
+
+
+def rows(path: Path, of_row) -> Path:
+    path.write_text("".join(json.dumps({"data_source": "sums"} | of_row(n)) + "\n" for n in range(30)))
+    return path
+
+
+def sync_then_killed_async(flags: list, out: Path, env: dict, beside) -> tuple[dict, dict]:
+    """The bits of a sync run, and of an async one that was killed and resumed. beside: what is at work next to each run."""
+    flags = [*RUN, *flags, "--output-dir", out, "--experiment-name"]
+    with beside():
+        run_script("train_sync.py", *flags, "sync", env=env, timeout=600)
+    flags = ["--staleness-threshold", 0, *flags]
+    with beside():
+        job, mark = start("train_async.py", *flags, "async", env=env, ranks=2)
+        until = time.monotonic() + 300
+        while not (out / "async" / "step_000001" / "config.json").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+        while left_over(mark) and time.monotonic() < until:
+            time.sleep(0.1)
+    shutil.rmtree(out / "async" / f"step_{STEPS:06d}", ignore_errors=True)
+    with beside():
+        run_script("train_async.py", *flags, "async", env=env, timeout=600, ranks=2)
+    assert bits(out / "sync", STEPS) != bits(out / "sync", STEPS - 1)
+    lines = [json.loads(line) for line in (out / "sync" / "metrics.jsonl").read_text().splitlines()]
+    of_steps = [line for line in lines if line["step"]]
+    assert all(not line["reward/unscored"] and line["training/rollout_probs_diff_max"] < 1e-4 for line in of_steps)
+    return bits(out / "sync", STEPS), bits(out / "async", STEPS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    path, tokenizer = tmp_path_factory.mktemp("model"), tokenizer_of("qwen2_5")
+    torch.manual_seed(0)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096, "eos_token_id": end}
+    Qwen2ForCausalLM(Qwen2Config(**SMALL | sizes)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> dict[str, Path]:
+    """The packages that were installed -> where they are."""
+    return {"": tmp_path_factory.mktemp("packages")}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_an_environment_of_a_library_trains_the_same_bits_in_each_mode(name, model, targets, tmp_path):
+    packages, flags = ENVIRONMENTS[name]
+    if packages not in targets:
+        more = [] if name == "openenv" else ["--no-deps"]
+        where = targets[""] / str(len(targets))
+        install("pip", "install", "--quiet", "--python", sys.executable, *more, "--target", where, *packages.split())
+        targets[packages] = where
+    env = {"PYTHONPATH": str(targets[packages])}
+    (tmp_path / "server.py").write_text(OPENENV if name == "openenv" else SERVER)
+    port = free_port()
+    words = {"URL": f"http://127.0.0.1:{port}", "SERVER": str(tmp_path / "server.py")}
+    for word, value in words.items():
+        flags = [flag.replace(word, value) for flag in flags]
+    asked = {} if name in ("reasoning-gym", "textarena", "gem", "openenv") else {"prompt": [{"role": "user", "content": "Go."}]}
+    file = rows(tmp_path / "rows.jsonl", lambda n: asked | {"ground_truth": str(n), "extra_info": {"max_turns": 3}})
+
+    @contextmanager
+    def beside():
+        if name != "openenv":
+            yield
+            return
+        with subprocess.Popen([sys.executable, tmp_path / "server.py", str(port)], env=env | {"PATH": "/usr/bin"}) as server:
+            assert eventually(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 120)
+            yield
+            server.kill()
+
+    flags = ["--model", model, *flags, *TURNS, "--train-files", file, "--val-files", file]
+    sync, killed = sync_then_killed_async(flags, tmp_path / "runs", env, beside)
+    assert sync == killed
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_trains_the_bits_of_a_run_without_it(name, demo_model, tmp_path, monkeypatch):
+    package, code, (file, *words) = WORKERS[name]
+    python = tmp_path / "venv" / "bin" / "python"
+    install("venv", "--quiet", "--python", sys.executable, tmp_path / "venv")
+    install("pip", "install", "--quiet", "--python", python, *package.split())
+    (tmp_path / "sums.py").write_text(code)
+    (tmp_path / "reward.py").write_text(REWARD)
+    asked = rows(
+        tmp_path / "rows.jsonl",
+        lambda n: {"prompt": [{"role": "user", "content": f"{n + 10}+{n + 11}="}], "ground_truth": str(2 * n + 21)},
+    )
+    numbers = rows(tmp_path / "tasks.jsonl", lambda n: {"task": n, "sample": n})
+    flags = ["--max-response-length", 16, "--rollout-n", 4, "--output-dir", tmp_path / "plain", "--experiment-name", "run"]
+    reward = ["--train-files", asked, "--reward", f"{tmp_path / 'reward.py'}:right"]
+    run_script("train_sync.py", *RUN, *flags, *reward)
+    port = free_port()
+    command = [python, ROOT / "examples" / "environments" / file, f"http://127.0.0.1:{port}", *words]
+    own = {"SERVE_POLICY_KEY": KEY, "PYTHONPATH": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin"}
+
+    @contextmanager
+    def beside():
+        with subprocess.Popen(command, cwd=tmp_path, env=own, stderr=subprocess.DEVNULL) as worker:
+            yield
+            worker.kill()
+
+    flags = [*flags[:4], "--train-files", numbers, "--serve-policy", port, "--env-timeout", 120]
+    sync, killed = sync_then_killed_async(flags, tmp_path / "served", {"SERVE_POLICY_KEY": KEY}, beside)
+    assert sync == killed == bits(tmp_path / "plain" / "run", STEPS)
