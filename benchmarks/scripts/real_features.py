@@ -219,7 +219,7 @@ def figures(folder: Path, row: Row, flags: list[str], done: Finished) -> dict:
     rows = [r for r in logged(folder / "metrics.jsonl") if r.get("step")]
     out = {
         "shows": row.shows,
-        "command": " ".join([*command_of(row), *map(quoted, flags)]),
+        "command": " ".join([*command_of(row), *map(quoted, flags)]).replace(f"{ROOT}/", ""),
         "seconds": done.seconds,
         "steps": len(rows),
     }
