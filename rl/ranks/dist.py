@@ -1,6 +1,7 @@
 """Ranks, their process groups and their collectives."""
 
 import contextlib
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -131,14 +132,28 @@ def engines_first(role: str) -> None:
 # ---------------------------------------------------------------------------------------------------- collectives
 
 
+def all_gather_bytes(record: bytes, group: dist.ProcessGroup | None = None) -> list[bytearray]:
+    """Return every rank's bytes, in rank order, on every rank of the group. Collective."""
+    if dist.get_world_size(group) == 1:
+        return [bytearray(record)]
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(record)]), group)
+    parts = [bytearray(record) if rank == dist.get_rank(group) else bytearray(int(size)) for rank, size in enumerate(sizes)]
+    broadcast_parts(parts, group)
+    return parts
+
+
+def broadcast_parts(parts: list[bytearray], group: dist.ProcessGroup | None) -> None:
+    """Fill each part with the bytes of its rank; parts are in rank order. Collective."""
+    tensors = {rank: torch.frombuffer(part, dtype=torch.uint8) for rank, part in enumerate(parts) if part}
+    for sent in [dist.broadcast(x, group=group, async_op=True, group_src=rank) for rank, x in tensors.items()]:
+        sent.wait()
+
+
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Return every rank's value, in rank order, on every rank of the group. Collective."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return [value]
-    values = [None] * size
-    dist.all_gather_object(values, value, group)
-    return values
+    """Return every rank's value, in rank order, on every rank. Values are sent as JSON, for torch's own object collectives
+    unpickle what they receive: tuples arrive as lists. Collective."""
+    return [json.loads(record) for record in all_gather_bytes(json.dumps(value).encode(), group)]
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -149,11 +164,8 @@ def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def from_main(value: Any) -> Any:
-    """Return rank 0's value on every rank. Collective."""
-    values = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
-    return values[0]
+    """Return rank 0's value on every rank. It is sent as JSON: a tuple arrives as a list. Collective."""
+    return all_gather_values(value if dist.get_rank() == 0 else None)[0]
 
 
 def sees_main(directory: Path) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rl.errors import UserError
-from rl.ranks.dist import all_gather_values
+from rl.ranks.dist import all_gather_bytes
 from rl.rewards.outages import OUT
 from rl.rewards.pool import event_of
 
@@ -130,9 +130,10 @@ def lack_scores(groups: Sequence[Group]) -> bool:
     return any(group.lacks_scores for group in groups) or (len(groups) > 0 and all(group.is_unscored for group in groups))
 
 
-def all_gather_records(mine: Iterable[bytes]) -> list[bytes]:
+def all_gather_records(mine: Iterable[bytes]) -> list[memoryview]:
     """Return the records of all ranks of the default group, in rank order. Collective."""
-    return [record for of_rank in all_gather_values([*mine]) for record in of_rank]
+    parts = all_gather_bytes(join_records(mine))
+    return [record for part in parts for record in split_records(memoryview(part))]
 
 
 def all_gather_groups(mine: list[Group]) -> list[Group]:

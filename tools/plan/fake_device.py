@@ -29,6 +29,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from rl.learning.learner import Learner
 from rl.model import expert_parallel
 from rl.ranks import device
+from rl.ranks import dist as ranks_dist
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
 from rl.weights import publisher
@@ -122,16 +123,16 @@ def start(world_size: int = 1, attention: str = KIND, made: "Callable[[], FakeDe
         setattr(torch.accelerator, name, lambda *_: 0)
     torch.accelerator.synchronize = lambda *_: None
     torch.accelerator.current_stream = _Stream
-    torch.distributed.all_gather_object = _same_objects
-    torch.distributed.broadcast_object_list = lambda *_, **__: None  # this rank is the first, which sends
+    ranks_dist.broadcast_parts = _same_parts
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
     return Ranks(0, world_size, 0, torch.device(KIND, 0))
 
 
-def _same_objects(values: list, value: object, _group=None) -> None:
-    """Replaces torch.distributed.all_gather_object: the other ranks send what this one, the first, does."""
-    values[:] = [value] * len(values)
+def _same_parts(parts: list[bytearray], _group) -> None:
+    """Replaces rl.ranks.dist.broadcast_parts: the other ranks send what this one, the first, does."""
+    for part in parts:
+        part[:] = parts[0]
 
 
 def _even_rows(count: torch.Tensor, rows: int, group) -> tuple[torch.Tensor, list[int], list[int]]:
