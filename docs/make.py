@@ -134,7 +134,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "the algorithm, and every formula": "train_sync.py losses.py",
             "samples -> mini-batches -> gradients": "rl/learning/{batch,division,learner,micro_batches,optimizer}.py "
             "rl/learning/throughput.py rl/algorithm/{whole_batch,metrics,fates,health,texts,args}.py",
-            "the forward pass over packed rows": "rl/model/{policy,attention,packing,log_probs}.py",
+            "the forward pass over packed rows": "rl/model/{policy,attention,packing}.py rl/ranks/shards.py",
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
             "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
             "rl/samples/{group,schedule}.py",
@@ -162,7 +162,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
             "LoRA": "rl/adapters/*",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
-            "rl/model/{sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
+            "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
             "reward functions of your own": "rl/rewards/*",
             "replay": "replay.py",
         },

@@ -13,7 +13,8 @@ from rl.learning.optimizer import OptimizerArgs, lr_factor
 
 STEPS, WARM_UP, LR = 8, 2, 1e-3
 FLAGS = ["--total-training-steps", STEPS, "--lr-warmup-steps", WARM_UP, "--lr", LR, "--test-freq", 0, "--save-freq", 1]
-FLAGS += ["--max-ckpt-to-keep", 0, "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 8]
+FLAGS += ["--reward", "tests/programs/random_reward.py:score", "--max-ckpt-to-keep", 0]  # a step without signal has no rate
+FLAGS += ["--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 8]
 FOUR_UPDATES = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2]
 KL = ["--use-kl-in-reward", "--kl-reward-coef", 0.001]
 

@@ -39,7 +39,7 @@ def refused(kind, **more):
 client, messages = openai.OpenAI(max_retries=0), json.load(sys.stdin)["prompt"]
 assert [model.id for model in client.models.list()] == ["policy"]
 assert "there is no model 'gpt'" in refused(openai.NotFoundError, model="gpt")
-assert "only text" in refused(openai.BadRequestError, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+assert "an image is" in refused(openai.BadRequestError, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
 assert "samples freely" in refused(openai.BadRequestError, logprobs=True)
 for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
     assert "must be a whole number of at least 1" in refused(openai.BadRequestError, **it)

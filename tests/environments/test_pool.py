@@ -99,7 +99,7 @@ def test_what_an_environment_does_costs_its_own_response(rude, tokenizer):
     found = played(rude, *EVENTS, "good")
     assert {what: answer.get("event") for what, answer in found.items()} == EVENTS | {"good": None}
     assert tokenizer.decode(found["good"]["ids"]).startswith("\n<|im_start|>user\ngood hello<|im_end|>")
-    assert "only text" in found["returns an image"]["message"] and "exited with code 3" in found["exits"]["message"]
+    assert "give a PIL image" in found["returns an image"]["message"] and "exited with code 3" in found["exits"]["message"]
     assert "was killed by SIGKILL" in found["is killed"]["message"] and "RuntimeError: no (" in found["raises"]["message"]
     rude.end("good")
     assert not rude._numbers and not rude._keys

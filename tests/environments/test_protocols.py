@@ -41,7 +41,7 @@ usual = {"model": "policy", "input": messages}
 refused(openai.NotFoundError, make, "there is no model", **usual | {"model": "gpt"})
 refused(openai.BadRequestError, make, "background", background=True, **usual)
 refused(openai.BadRequestError, make, "tools must be functions", tools=[{"type": "web_search"}], **usual)
-refused(openai.BadRequestError, make, "only text", model="policy", input=[
+refused(openai.BadRequestError, make, "an image is", model="policy", input=[
     {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}])
 refused(openai.BadRequestError, make, "max_output_tokens", max_output_tokens=-1, **usual)
 refused(openai.BadRequestError, make, "needs a call without", text={"format": {"type": "json_object"}}, **usual)
@@ -78,7 +78,7 @@ usual = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 100, "messages": 
 refused(anthropic.NotFoundError, make, "there is no model", **usual | {"model": "claude"})
 refused(anthropic.BadRequestError, make, "tools must be functions", tools=[{"type": "bash_20250124", "name": "bash"}], **usual)
 refused(anthropic.BadRequestError, make, "max_tokens", **usual | {"max_tokens": 0})
-refused(anthropic.BadRequestError, make, "only text", **usual | {"messages": [
+refused(anthropic.BadRequestError, make, "an image is", **usual | {"messages": [
     {"role": "user", "content": [{"type": "image", "source": {}}]}]})
 refused(anthropic.AuthenticationError, make, "has this key", extra_headers={"x-api-key": "sk-1"}, **usual)
 first = make(tools=tools, **usual)

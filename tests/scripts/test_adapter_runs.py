@@ -62,12 +62,14 @@ WORKERS = {  # environment -> the user's file, and the worker's words after the 
     "verifiers-old": (OLDER_VERIFIERS, ["verifiers_worker.py", "sums", "--given", '{"first": 10}']),
     "inspect": (INSPECT, ["inspect_worker.py", "sums.py@sums"]),
 }
+MODES = {"train_sync.py": ([], {}), "train_async.py": (["--staleness-threshold", "0"], {"ranks": 2})}
 FLAGS = ["--max-response-length", "16", "--train-batch-size", "4", "--rollout-n", "4", "--total-training-steps", "3"]
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", MODES)
 @pytest.mark.parametrize("package", WORKERS)
-def test_a_worker_trains_the_bits_of_a_run_without_it(package, demo_model, tmp_path, monkeypatch):
+def test_a_worker_trains_the_bits_of_a_run_without_it(package, script, demo_model, tmp_path, monkeypatch):
     """The package's score is the reward, the tokens are the model's, and the demo is right in part of its answers."""
     python = Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / package / "bin" / "python"
     if not python.exists():
@@ -80,14 +82,15 @@ def test_a_worker_trains_the_bits_of_a_run_without_it(package, demo_model, tmp_p
     code, (file, *words) = WORKERS[package]
     (tmp_path / "sums.py").write_text(code)
     plain = ["--train-files", tmp_path / "rows.jsonl", "--reward", f"{tmp_path / 'reward.py'}:right", "--test-freq", "0"]
-    expected, own, _ = train("train_sync.py", *FLAGS, *plain, out=tmp_path / "plain")
+    more, how = MODES[script]
+    expected, own, _ = train(script, *FLAGS, *more, *plain, out=tmp_path / "plain", **how)
     monkeypatch.setenv("SERVE_POLICY_KEY", "0123456789abcdef")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     port = free_port()
     command = [python, ROOT / "examples" / "environments" / file, f"http://127.0.0.1:{port}", *words]
     with subprocess.Popen(command, cwd=tmp_path) as worker:
         served = ["--train-files", tmp_path / "tasks.jsonl", "--serve-policy", port, "--env-timeout", "120", "--test-freq", "0"]
-        found, run, _ = train("train_sync.py", *FLAGS, *served, out=tmp_path / "served", timeout=500)
+        found, run, _ = train(script, *FLAGS, *more, *served, out=tmp_path / "served", timeout=500, **how)
         assert worker.wait(60) == 0
     assert bits(run) == bits(own)
     scores = [expected[step]["critic/score/mean"] for step in (1, 2, 3)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import bits, run_script, undocumented, weights
 
 from examples.demo.sums import problems
@@ -158,8 +157,9 @@ def test_round_trips(name, teacher, files, demo_model, tmp_path):
         run_script("replay.py", tmp_path / "sync", *learners, ranks=2)
         two = weights(tmp_path / "two", STEPS)
         for key, tensor in trained.items():
-            # a tenth of a step of AdamW, which makes much of a gradient that is rounding alone
-            torch.testing.assert_close(two[key], tensor, atol=1e-4, rtol=0, msg=key)
+            # AdamW makes a whole step of a gradient that is rounding alone: one in a thousand may be off by more than a tenth
+            off = (two[key] - tensor).abs()
+            assert (off > 1e-4).sum() <= off.numel() / 1000 and off.max() < 2e-3, key
 
     shutil.rmtree(tmp_path / "sync" / f"step_{STEPS:06d}")
     if other:
