@@ -181,6 +181,7 @@ def test_every_rank_reads_its_own_part(families, ranks, flags, of):
 
 
 @pytest.mark.runs
+@pytest.mark.timeout(900)
 def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path):
     """A mixture of 125M parameters in bf16, its experts apart from each other in the files."""
     sizes = {"hidden_size": 512, "num_hidden_layers": 8, "moe_intermediate_size": 256, "num_experts": 32, "head_dim": 32}
