@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import tyro
-from common import MODES, RESULTS, Rounds, over, run_script, setting, table, words, write
+from common import MODES, RESULTS, Rounds, logged, over, run, setting, table, threads_of, words, write
 
 from rl.samples.group import Group, Response
 from rl.samples.recorder import DIRECTORY, Recorder, steps_of
@@ -41,9 +41,10 @@ def one_run(mode: str, steps: int) -> dict[str, float]:
     """Medians over the steps of a run that records: share of the step, ms, and bytes a token, prompts once a group."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", "all", "--output-dir", folder]
-        _, rows = run_script(sys.executable, MODES[mode], *flags)
-        (run,) = Path(folder).iterdir()
-        size = sum(file.stat().st_size for file in steps_of(run / DIRECTORY))
+        run([sys.executable, *MODES[mode], *flags], threads_of(MODES[mode]))
+        (directory,) = Path(folder).iterdir()
+        rows = logged(directory / "metrics.jsonl")
+        size = sum(file.stat().st_size for file in steps_of(directory / DIRECTORY))
     late = [row for row in rows if row["step"] > steps // 5]
     tokens = sum(row["response_length/mean"] * 64 + row["prompt_length/mean"] * 8 for row in rows)  # 8 groups of 8
     return {
