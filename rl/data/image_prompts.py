@@ -97,7 +97,8 @@ class ImagePrep:
         settings = json.dumps(self.processor.to_dict(), sort_keys=True, default=str)
         self._seed = xxhash.xxh3_64_intdigest(settings.encode())
         self._kept: OrderedDict[str, Tensor] = OrderedDict()  # pixels by digest, the most recently used last
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept
+        self._preparing = threading.Lock()  # held while an image is prepared: the others can be had meanwhile
 
     def save(self, directory: Path) -> None:
         """Copies the model's files about images to the directory."""
@@ -142,13 +143,24 @@ class ImagePrep:
 
     def pixels(self, digest: str, source: bytes) -> Tensor:
         """One image's pixels [patches, values of a patch], made now unless they are kept. Raises ImageError."""
+        if (found := self._known(digest)) is not None:
+            return found
+        with self._preparing:
+            found = self._known(digest)  # another thread may have made it meanwhile
+            return self._keep(digest, self.prepare([source])[0]) if found is None else found
+
+    def _known(self, digest: str) -> Tensor | None:
         with self._lock:
-            if digest not in self._kept:
-                self._kept[digest] = self.prepare([source])[0]
-            self._kept.move_to_end(digest)
-            while len(self._kept) > 1 and sum(pixels.nbytes for pixels in self._kept.values()) > KEPT_BYTES:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            return self._kept.get(digest)
+
+    def _keep(self, digest: str, pixels: Tensor) -> Tensor:
+        with self._lock:
+            self._kept[digest] = pixels
+            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)  # the least recently used
-            return self._kept[digest]
+        return pixels
 
 
 def image_sizes(config: PretrainedConfig, prompt_ids: Sequence[int]) -> list[int]:

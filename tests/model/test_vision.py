@@ -1,5 +1,7 @@
 """Images in prompts: positions and packed rows equal transformers' own for any content, and bad rows are refused."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import make_group
-from tiny_vlm import picture, pixels_of, row, save_vlm
+from tiny_vlm import picture, pixels_of, png, row, save_vlm
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
@@ -170,3 +172,26 @@ def test_a_rank_computes_the_images_of_its_piece():
     assert second.files == [files[0], files[2]] and second.grid.tolist() == [[1, 2, 4], [1, 2, 6]]
     assert second.places.tolist() == [0, 2, 3] and second.feature.tolist() == [4, 0, 1]
     assert third.files == [] and third.grid.shape == (0, 3) and not len(third.places)
+
+
+def test_a_kept_image_is_there_while_another_is_prepared(vlms, monkeypatch):
+    model = vlms["qwen3-vl"]
+    prep = ImagePrep(model, load_config(model))
+    first, other = png(picture(40, 30)), png(picture(60, 50))
+    kept = prep.pixels("first", first)
+    prepare, begun, may_end = prep.prepare, threading.Event(), threading.Event()
+
+    def slow(sources):
+        begun.set()
+        assert may_end.wait(60)
+        return prepare(sources)
+
+    monkeypatch.setattr(prep, "prepare", slow)
+    with ThreadPoolExecutor(2) as pool:
+        making = pool.submit(prep.pixels, "other", other)
+        assert begun.wait(60)
+        try:
+            assert pool.submit(prep.pixels, "first", first).result(30) is kept
+        finally:
+            may_end.set()
+        assert prep.pixels("other", other) is making.result(60)
