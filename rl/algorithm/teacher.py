@@ -28,7 +28,7 @@ from rl.ranks.watchdog import progress
 def check_flags(args) -> None:
     """Raise UserError for flags that contradict a teacher."""
     own = args.teacher
-    _check_prompt(own.teacher, own.teacher_prompt, args.environment)
+    _check_prompt(own, args.environment)
     loss = args.loss.policy_loss
     if not own.teacher_top_k and (loss.one_advantage or loss.chooses):
         why = "averages it over the response" if loss.one_advantage else "chooses tokens before it is known"
@@ -47,9 +47,10 @@ def check_flags(args) -> None:
         )
 
 
-def _check_prompt(teacher: str, prompt: str | None, environment) -> None:
+def _check_prompt(own, environment) -> None:
+    prompt = own.teacher_prompt
     if prompt is None:
-        if teacher == "self":
+        if not own.has_second_model:
             raise UserError("--teacher self: from its own prompt the policy learns nothing. Add --teacher-prompt.")
     elif "{" not in prompt:
         raise UserError(

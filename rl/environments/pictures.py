@@ -66,6 +66,11 @@ def sent(messages: list[dict]) -> dict:
     return {"images": files} if files else {}
 
 
+def files_of(answer: dict) -> list[bytes]:
+    """Return the images' files in an answer that came in that form."""
+    return [base64.b64decode(file) for file in answer.get("images", ())]
+
+
 def _value(part: Any, own: Iterator) -> Any:
     if not isinstance(part, Mapping):
         return part

@@ -214,7 +214,7 @@ class EngineRanks:
             self._group = group if first == self._first else self._group
 
     def agree(self, decision: Any) -> Any:
-        """Return the first rank's decision, any JSON value, on all ranks."""
+        """Return the first rank's decision, any JSON value, on all ranks. Tuples arrive as lists."""
         return decision if self._group is None else all_gather_values(decision, self._group)[0]
 
 

@@ -1,6 +1,5 @@
 """A response of several turns under way, and what an environment's answer adds to it."""
 
-import base64
 import time
 from dataclasses import dataclass, field
 
@@ -60,11 +59,6 @@ class Episode:
 
 def named_of(prompt: Prompt) -> Named:
     return prompt.ids, prompt.images.digest if prompt.images else ""
-
-
-def files_of(answer: dict) -> list[bytes]:
-    """Return the images' files in an environment's answer."""
-    return [base64.b64decode(file) for file in answer.get("images", ())]
 
 
 def with_answer(output: Output | None, ids: list[int]) -> Output | None:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.data.job import Job
+from rl.environments.pictures import files_of
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
-from rl.generation.episode import Episode, Id, Named, files_of, named_of, with_answer
+from rl.generation.episode import Episode, Id, Named, named_of, with_answer
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers

@@ -23,9 +23,9 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
+from rl.model.kernel_check import differences, first_wrong
 from rl.model.packing import tokens_seen
 from rl.ranks.device import moved, packed_attention
-from rl.ranks.kernel_check import differences, first_wrong
 
 COMPRESSED = 2048  # rows and columns of the mask that means a causal one of any size
 RIGHT_DOWN_CAUSAL = 3  # sparse_mode of npu_fusion_attention: aligned at the ends

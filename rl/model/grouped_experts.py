@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from rl.model.kernel_check import differences, first_wrong
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
-from rl.ranks.kernel_check import differences, first_wrong
 
 NAME = "grouped_mm"  # transformers takes known names only
 

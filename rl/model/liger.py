@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rl.model.kernel_check import differences, first_wrong
 from rl.ranks.device import is_accelerator, is_out_of_memory
-from rl.ranks.kernel_check import differences, first_wrong
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Qwen3VLText")
 NORMS = {f"{family}RMSNorm" for family in FAMILIES}  # classes of transformers

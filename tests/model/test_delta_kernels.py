@@ -13,8 +13,8 @@ from transformers import Qwen3_5TextConfig
 from rl.generation.embedded.states import FillingChain, States
 from rl.model.hybrid import kernels
 from rl.model.hybrid.chain import Chain
+from rl.model.kernel_check import TOLERANCE
 from rl.ranks.device import DELTA_RULE
-from rl.ranks.kernel_check import TOLERANCE
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3_5TextConfig(**SMALL | DELTA)

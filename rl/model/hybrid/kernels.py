@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rl.model.hybrid.rule import chunked
+from rl.model.kernel_check import differences, first_wrong
 from rl.ranks.device import DELTA_RULE, is_out_of_memory
-from rl.ranks.kernel_check import differences, first_wrong
 
 PACKAGE = "fla-core==0.6.0"
 LENGTHS = (70, 1, 130, 5, 64)  # tokens of the check's sequences, around the length of a chunk
