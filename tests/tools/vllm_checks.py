@@ -449,8 +449,9 @@ def check_agree(outputs) -> None:
     from rl.ranks import dist
 
     routes = {key: None if o.routes is None else o.routes.tolist() for key, o in outputs.items()}
-    mine = json.dumps(sorted([list(k), o.token_ids, o.log_probs, routes[k]] for k, o in outputs.items())).encode()
-    assert len({*dist.all_gather_values(mine)}) == 1
+    mine = sorted([list(key), o.token_ids, o.log_probs, routes[key]] for key, o in outputs.items())
+    first, *others = dist.all_gather_values(mine)
+    assert all(other == first for other in others)
 
 
 if __name__ == "__main__":
