@@ -37,7 +37,7 @@ HINT = "{prompt} (The answer is {ground_truth}.)"
 TAUGHT = ["--teacher", "self", "--teacher-alone", "--teacher-top-k", "20", "--rollout-n", "1", "--train-batch-size", "64"]
 GAP = "training/rollout_probs_diff_mean"
 CALCULATOR = "--tools examples/tools.py:calculate --tool-format hermes --max-prompt-length 320 --max-response-length 80"
-CALLS = ["--train-max-samples", "64", "--total-training-steps", "8"]
+CALLS = ["--train-max-samples", "64", "--train-batch-size", "8", "--total-training-steps", "8"]
 CORRECTED = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
 
 
@@ -82,6 +82,7 @@ ROWS = {
     "words": of("numbers in words", task="words"),
     "form": of("GSM8K's form: ####", task="form"),
     "choice": of("one letter of four", task="choice"),
+    "letters": of("letter counting of reasoning-gym", task="reasoning-gym:letter_counting"),
     "sft": of("a supervised start on 200 answers", "--train-max-samples 200 --total-training-steps 25", mode="sft"),
     "sft-rl": of("then GRPO from there", start="sft"),
     "self-teacher": of("its own teacher with the answer as a hint, no reward", [*TAUGHT, "--teacher-prompt", HINT]),
