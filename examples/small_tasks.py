@@ -1,9 +1,9 @@
 """Tasks that a small pretrained model learns in half an hour on a laptop: data in verl's layout, and the reward function.
 
     python examples/small_tasks.py times                          # data/times/{train,test}.parquet: What is 62 times 3?
-    python examples/small_tasks.py words                          # What is forty-one plus twelve?
+    python examples/small_tasks.py words                          # What is eleven plus twelve?
     python examples/small_tasks.py form                           # sums whose answer has to end in "#### 53"
-    python examples/small_tasks.py choice                         # Which of these is a fruit? A, B, C or D
+    python examples/small_tasks.py choice                         # Which of these is a fruit: saw, apple, Peru or red?
     python examples/small_tasks.py reasoning-gym:letter_counting  # any task of that package (pip install reasoning-gym)
     torchrun --standalone train_sync.py --train-files data/times/train.parquet --reward examples/small_tasks.py:score ...
     python examples/small_tasks.py times --demonstrations         # answers.parquet and calls.parquet, for train_sft.py
@@ -51,7 +51,7 @@ def times(rng: random.Random) -> tuple[str, str]:
 
 
 def words(rng: random.Random) -> tuple[str, str]:
-    first, second = rng.randint(10, 99), rng.randint(10, 99)
+    first, second = rng.randint(1, 24), rng.randint(1, 24)
     if rng.random() < 0.5:
         return f"What is {in_words(first)} plus {in_words(second)}? Answer with a number.", str(first + second)
     first, second = max(first, second), min(first, second)
@@ -60,14 +60,16 @@ def words(rng: random.Random) -> tuple[str, str]:
 
 def form(rng: random.Random) -> tuple[str, str]:
     first, second = rng.randint(10, 99), rng.randint(10, 99)
-    return f'What is {first} plus {second}? Output the final answer after "####".', str(first + second)
+    shown = "Question: What is 20 plus 3?\nAnswer: 20 + 3 = 23\n#### 23"  # without it SmolLM2 never writes ####
+    return f"{shown}\n\nQuestion: What is {first} plus {second}?\nAnswer:", str(first + second)
 
 
 def choice(rng: random.Random) -> tuple[str, str]:
     kinds = rng.sample(sorted(KINDS), 4)
+    options = [rng.choice(KINDS[kind].split()) for kind in kinds]
     right = rng.randrange(4)
-    listed = "\n".join(f"{letter}) {rng.choice(KINDS[kind].split())}" for letter, kind in zip("ABCD", kinds, strict=True))
-    return f"Which of these is {kinds[right]}?\n{listed}\nAnswer with one letter.", "ABCD"[right]
+    first, second, third, last = options
+    return f"Which of these is {kinds[right]}: {first}, {second}, {third} or {last}?", options[right]
 
 
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
@@ -80,7 +82,8 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float | dict:
     """Return 1.0 if the response's answer is right, and else 0.0: for `times` and `words` the answer is the last number,
-    for `choice` the last letter that stands alone. A task of reasoning-gym has its own grader, whose scores may lie between."""
+    for `choice` the only one of the four that it names. A task of reasoning-gym has its own grader, whose scores may lie
+    between."""
     if data_source.startswith(GYM):
         import reasoning_gym
 
@@ -90,7 +93,11 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
         from rl.rewards.verifiers import gsm8k
 
         return gsm8k(data_source, solution_str, ground_truth)
-    answers = re.findall(r"\b[ABCD]\b" if data_source == "small/choice" else r"\d+", solution_str.replace(",", ""))
+    if data_source == "small/choice":
+        options = re.findall(r"\w+", extra_info["question"].partition(":")[2].replace(" or ", " "))
+        named = {*re.findall(r"\w+", solution_str.lower())}
+        return float([option for option in options if option.lower() in named] == [ground_truth])
+    answers = re.findall(r"\d+", solution_str.replace(",", ""))
     return float(bool(answers) and answers[-1] == ground_truth)
 
 

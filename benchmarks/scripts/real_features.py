@@ -37,6 +37,7 @@ HINT = "{prompt} (The answer is {ground_truth}.)"
 TAUGHT = ["--teacher", "self", "--teacher-alone", "--teacher-top-k", "20", "--rollout-n", "1", "--train-batch-size", "64"]
 GAP = "training/rollout_probs_diff_mean"
 CALCULATOR = "--tools examples/tools.py:calculate --tool-format hermes --max-prompt-length 320 --max-response-length 80"
+LONGER = "--temperature 0.6 --total-training-steps 40 --test-freq 40"  # of tasks with few right answers at first
 CALLS = ["--train-max-samples", "64", "--train-batch-size", "8", "--total-training-steps", "8"]
 CORRECTED = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
 
@@ -79,9 +80,9 @@ ROWS = {
     "kl": of("GRPO with a KL loss", "--use-kl-loss --kl-loss-coef 0.01"),
     "lora-8": of("LoRA, rank 8", "--lora-rank 8 --lr 2e-4"),
     "lora-32": of("LoRA, rank 32", "--lora-rank 32 --lr 2e-4"),
-    "words": of("numbers in words", task="words"),
-    "form": of("GSM8K's form: ####", task="form"),
-    "choice": of("one letter of four", task="choice"),
+    "words": of("numbers in words", LONGER, task="words"),
+    "form": of("GSM8K's form: ####", LONGER, task="form"),
+    "choice": of("one of four words", LONGER, task="choice"),
     "letters": of("letter counting of reasoning-gym", task="reasoning-gym:letter_counting"),
     "sft": of("a supervised start on 200 answers", "--train-max-samples 200 --total-training-steps 25", mode="sft"),
     "sft-rl": of("then GRPO from there", start="sft"),

@@ -24,14 +24,13 @@ def number(words: str) -> int:
 def answer(task: str, question: str) -> str:
     """What a person would answer."""
     if task == "choice":
-        kind = re.search(r"these is (.*)\?", question)[1]
-        options = dict(re.findall(r"^([A-D])\) (.*)$", question, re.MULTILINE))
-        (right,) = (letter for letter, option in options.items() if option in KINDS[kind].split())
+        kind, options = re.fullmatch(r"Which of these is (.*): (.*)\?", question).groups()
+        (right,) = (option for option in re.split(", | or ", options) if option in KINDS[kind].split())
         return right
     if task == "words":
         first, sign, second = re.match(r"What is (\S+) (plus|minus) (\S+)\?", question).groups()
         return str(number(first) + (number(second) if sign == "plus" else -number(second)))
-    first, sign, second = re.match(r"What is (\d+) (plus|times) (\d+)\?", question).groups()
+    first, sign, second = re.findall(r"What is (\d+) (plus|times) (\d+)\?", question)[-1]
     return str(int(first) + int(second) if sign == "plus" else int(first) * int(second))
 
 
@@ -52,14 +51,15 @@ def test_every_row_has_the_right_answer_and_none_comes_twice(task):
         ("small/times", "186, so 62 times 3 is 187", "186", 0.0),  # the last number counts
         ("small/times", "It is 1,186.", "1186", 1.0),
         ("small/words", "I do not know.", "53", 0.0),
-        ("small/choice", "A) is no fruit; the answer is B.", "B", 1.0),
-        ("small/choice", "The answer is Banana", "B", 0.0),
+        ("small/choice", "An Apple is a fruit.", "apple", 1.0),
+        ("small/choice", "It is apple, not saw.", "apple", 0.0),  # only one may be named
+        ("small/choice", "Pineapple", "apple", 0.0),
         ("openai/gsm8k", "41 + 12 = 53\n#### 53", "53", 1.0),
         ("openai/gsm8k", "53", "53", 0.0),  # not in the form
     ],
 )
 def test_the_reward_reads_the_answer(source, response, truth, wanted):
-    found = score(source, response, truth, {})
+    found = score(source, response, truth, {"question": "Which of these is a fruit: saw, apple, Peru or red?"})
     assert (found["score"] if isinstance(found, dict) else found) == wanted
 
 
