@@ -27,7 +27,8 @@ from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import request_seed
 from rl.generation.episodes import OF_GROUP
-from rl.printable import one_line, printable
+from rl.printable import one_line
+from rl.ranks import process
 from rl.rewards.args import RewardArgs
 from rl.rewards.pool import Score, ScoringPool, can_score
 from rl.samples.group import Response
@@ -196,8 +197,7 @@ def show(texts: Sequence[Try], scores: Sequence[Score], found: Sequence[tuple[fl
 
 
 def shown(text: str, most: int = 60) -> str:
-    line = printable(one_line(text))
-    return line if len(line) <= most else f"{line[:most]}..."
+    return one_line(text[:most]) + "..." * (len(text) > most)
 
 
 def compare(what: str, texts: Sequence[Try], scores: Sequence[Score], others: Sequence[Score]) -> None:
@@ -222,5 +222,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except UserError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        sys.exit(1)
+        process.fail(error)
