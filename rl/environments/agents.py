@@ -25,9 +25,9 @@ from typing import Any
 
 from aiohttp import web
 
+from rl.children.child import Children
 from rl.environments import pictures
 from rl.environments.command import Command, End
-from rl.environments.descendants import Children
 from rl.environments.open_call import OpenCall
 from rl.environments.programs import BadValue, as_reward
 from rl.environments.protocols import form

@@ -9,7 +9,7 @@ from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.responses import Key
 from rl.model import sampling_mask
-from rl.rewards.pool import Score
+from rl.rewards.score import Score
 
 Id = tuple[Key, int]  # of a response: its prompt's key, and its number
 Named = tuple[list[int], str]  # the tokens of a prompt, and the digest of its images
