@@ -4,7 +4,6 @@ process. Each function starts one engine, and raises AssertionError if a check f
     python tests/tools/vllm_checks.py everything models/tied
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
