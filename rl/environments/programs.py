@@ -334,16 +334,6 @@ class EpisodeProgram:
         counts = {"calls": sum(calls), "malformed": calls.count(False)}
         return {"ids": ids, "reward": reward, "done": done} | counts | ({} if done else pictures.sent(messages))
 
-    def replay(self, item: dict) -> dict:
-        """Repeat the turns of a recorded episode, [tokens, answer's tokens] each. Return the answers; None if one differs from
-        the recorded one."""
-        answers = []
-        for said, recorded in item["turns"]:
-            answers.append(self.step({"ids": said}))
-            if answers[-1]["done"] or answers[-1]["ids"] != recorded:
-                return {"answers": None}
-        return {"answers": answers}
-
     def end(self, item: dict) -> dict:
         """Return the reward of an episode that was cut, perhaps within a turn."""
         if cut := item["ids"][len(self._ids) :]:
