@@ -10,8 +10,9 @@ import zlib
 
 import numpy as np
 
+from rl.environments.pictures import files_of
 from rl.generation.engine import Output, request_seed
-from rl.generation.episode import History, Id, Named
+from rl.generation.episode import History, Id, Named, nothing
 from rl.generation.episodes import Episodes
 from rl.generation.responses import Added, Key, OpenGroup
 from rl.model import sampling_mask
@@ -65,13 +66,15 @@ class AgentEpisodes(Episodes):
 
     # -- turn after turn
 
-    def _add(self, id: Id, so_far: Output | None) -> None:
-        if stream := self._of[id].wants.get("stream"):
+    def _add(self, id: Id) -> None:
+        episode = self._of[id]
+        so_far = episode.now.output
+        if stream := episode.wants.get("stream"):
             self._streams[id] = stream, 0
         try:
-            super()._add(id, so_far)
+            super()._add(id)
         except ValueError as error:
-            if not self._of[id].wants.get("schema"):
+            if not episode.wants.get("schema"):
                 raise
             self._cannot_keep_to_schema(id, so_far, str(error))
 
@@ -94,14 +97,14 @@ class AgentEpisodes(Episodes):
         prompt, files = said
         episode = self._of[id]
         if said != self._prompts[id[0]]:
-            episode.now.output = _nothing(id)
+            episode.now.output = nothing(id)
             episode.first = 1
             self._turn_to(id, 1, prompt)
-            self._show(id, {"images": files or ()})
+            episode.now.added.images += files_of({"images": files or ()})
         else:
             episode.now.request = dataclasses.replace(episode.now.request, prompt_ids=prompt)
         if self._room(id) > 0:
-            self._add(id, None)
+            self._add(id)
         else:
             wrong = f"the first call is not that of its group, and its {len(prompt)} tokens leave none of --max-response-length"
             self._refuse(id, wrong)
@@ -126,7 +129,7 @@ class AgentEpisodes(Episodes):
             same = sum(history.request.prompt_ids == prompt for history in episode.histories)
             seed = request_seed(request.seed, zlib.crc32(np.array(prompt, np.int32).tobytes()), same)
             request = dataclasses.replace(request, prompt_ids=prompt, seed=seed)
-            episode.histories.append(History(request, _nothing(id)))
+            episode.histories.append(History(request, nothing(id)))
         episode.active = number
         self.working[id[0]].added[id[1]] = episode.now.added
 
@@ -148,32 +151,27 @@ class AgentEpisodes(Episodes):
             return super()._whole(id)
         own, further = episode.histories[: episode.first + 1], episode.histories[episode.first + 1 :]
         first, *others = own + sorted(further, key=lambda its: its.request.prompt_ids)
-        others = [history for history in others if history.output.token_ids]
-        tokens, log_probs, versions = list(first.output.token_ids), list(first.output.log_probs), list(first.output.versions)
-        masks = [first.sampled()]
-        lengths = [len(tokens)]
-        parts = [(first.output.support, len(tokens))]
-        for history in others:
+        histories = [first, *(history for history in others if history.output.token_ids)]
+        tokens, log_probs, versions, seconds, parts = [], [], [], [], []
+        added = Added(histories=[] if len(histories) > 1 else None)
+        for number, history in enumerate(histories):
+            prompt = history.request.prompt_ids if number else []
             output = history.output
-            prompt = history.request.prompt_ids
             tokens += [*prompt, *output.token_ids]
-            log_probs += [0.0] * len(prompt) + output.log_probs
-            versions += output.versions[:1] * len(prompt) + output.versions
-            masks += [np.zeros(len(prompt), bool), history.sampled()]
-            lengths.append(len(prompt) + len(output.token_ids))
+            log_probs += [*[0.0] * len(prompt), *output.log_probs]
+            versions += [*output.versions[:1] * len(prompt), *output.versions]
             parts += [(None, len(prompt)), (output.support, len(output.token_ids))]
+            seconds += history.seconds
+            added.mask = np.concatenate([added.mask, np.zeros(len(prompt), bool), history.sampled()])
+            added.images += history.added.images
+            if len(histories) > 1:
+                added.histories.append(len(prompt) + len(output.token_ids))
         known = sampling_mask.of_responses(*zip(*parts, strict=True))
         known = None if known is None else known.numpy()
-        prompt = len(self.working[id[0]].prompt.ids)
-        routes = _joined_routes([history.output for history in (first, *others)], prompt) if tokens else None
-        seconds = [of_turn for history in (first, *others) for of_turn in history.seconds]
-        images = [file for history in (first, *others) for file in history.added.images]
-        added = Added(np.concatenate(masks), images, lengths if len(lengths) > 1 else None)
-        return History(first.request, Output(id, tokens, log_probs, versions, "unfinished", routes, known), added, 0, seconds)
-
-
-def _nothing(id: Id) -> Output:
-    return Output(id, [], [], [], "unfinished")
+        outputs = [history.output for history in histories]
+        routes = _joined_routes(outputs, len(self.working[id[0]].prompt.ids)) if tokens else None
+        output = Output(id, tokens, log_probs, versions, "unfinished", routes, known)
+        return History(first.request, output, added, seconds=seconds)
 
 
 def _joined_routes(outputs: list[Output], prompt: int) -> np.ndarray | None:

@@ -2,15 +2,21 @@
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rl.data.job import Job
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request
 from rl.generation.responses import Added, Key
 from rl.model import sampling_mask
 from rl.rewards.pool import Score
+
+if TYPE_CHECKING:
+    from rl.data.image_prompts import Images
 
 Id = tuple[Key, int]  # of a response: its prompt's key, and its number
 Named = tuple[list[int], str]  # the tokens of a prompt, and the digest of its images
@@ -83,9 +89,27 @@ class Episode:
         if answer["reward"] is not None:
             self.rewards.append(answer["reward"])
 
+    def is_recorded(self, answer: dict, files: list[bytes]) -> bool:
+        """Return whether an environment's answer, with these images, is the recorded one."""
+        now = self.now
+        images = now.added.images[self.shown : self.shown + len(files)]
+        self.shown += len(files)
+        return not answer["done"] and files == images and answer["ids"] == now.output.token_ids[now.at : now.end_of_run()]
+
 
 def named_of(prompt: Prompt) -> Named:
     return prompt.ids, prompt.images.digest if prompt.images else ""
+
+
+def images_of(job: Job, ids: list[int], shown: np.ndarray, files: Sequence[bytes]) -> "Images":
+    """Return the images of these tokens. shown: [tokens] bool, those in which an image token is one of an image."""
+    prep = job.prompts.prep
+    places = np.flatnonzero((np.array(ids) == prep.image_token) & shown)
+    return prep.over(ids[: places[-1] + 1], places, files)
+
+
+def nothing(id: Id) -> Output:
+    return Output(id, [], [], [], "unfinished")
 
 
 def with_answer(output: Output | None, ids: list[int]) -> Output | None:

@@ -13,7 +13,6 @@ needs one message: the answers that the first rank has read.
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from rl.data.job import Job
 from rl.environments.pictures import files_of
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, request_seed
-from rl.generation.episode import Episode, History, Id, Named, named_of, with_answer
+from rl.generation.episode import Episode, History, Id, Named, images_of, named_of, nothing, with_answer
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers
@@ -121,7 +120,7 @@ class Episodes(Responses):
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, including those that the engine does not have."""
         elsewhere = {id: episode.final or episode.now.output for id, episode in self._of.items() if not episode.in_engine}
-        return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
+        return super().unfinished() + [output or nothing(id) for id, output in elsewhere.items()]
 
     def pause(self, below: Key) -> None:
         """Take all unfinished responses out of the engine. Their environments' answers wait."""
@@ -263,7 +262,7 @@ class Episodes(Responses):
         else:
             if prompt:
                 files = files_of(answer)
-                images = self._images_of(prompt, np.ones(len(prompt), bool), files) if files else None
+                images = images_of(self.job, prompt, np.ones(len(prompt), bool), files) if files else None
                 text = self.job.tokenizer.decode(self.job.prompts.prep.once(prompt) if files else prompt)
                 work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=text, images=images)
                 work.brings_images = bool(files)
@@ -284,12 +283,6 @@ class Episodes(Responses):
         now.request = dataclasses.replace(now.request, prompt_ids=prompt.ids)
         self._continue(id)
 
-    def _images_of(self, ids: list[int], shown: np.ndarray, files: Sequence[bytes]) -> "Images":
-        """Return the images of these tokens. shown: [tokens] bool, those in which an image token is one of an image."""
-        prep = self.job.prompts.prep
-        places = np.flatnonzero((np.array(ids) == prep.image_token) & shown)
-        return prep.over(ids[: places[-1] + 1], places, files)
-
     def _images(self, id: Id, so_far: Output | None) -> "Images | None":
         """Return the images of the prompt and those that the environment has shown behind it."""
         episode = self._of[id]
@@ -300,7 +293,7 @@ class Episodes(Responses):
         prompt = episode.now.request.prompt_ids
         tokens = so_far.token_ids if so_far else []
         shown = np.concatenate([np.ones(len(prompt), bool), ~added.sampled(len(tokens))])
-        return self._images_of([*prompt, *tokens], shown, [*(before.sources if before else ()), *added.images])
+        return images_of(self.job, [*prompt, *tokens], shown, [*(before.sources if before else ()), *added.images])
 
     def _refuse(self, id: Id, wrong: str) -> None:
         self._fail(id, {"event": "bad_value", "message": wrong})
@@ -320,8 +313,7 @@ class Episodes(Responses):
         episode = self._of[id]
         now = episode.now
         if now.at >= episode.known:
-            self._add(id, now.output)
-            return
+            return self._add(id)
         episode.began = time.monotonic()  # nothing is sampled again
         tokens = now.output.token_ids
         end = now.end_of_run()
@@ -329,23 +321,9 @@ class Episodes(Responses):
         if end < len(tokens) or tokens[-1] in self.end_tokens or (stop and stop.complete(tokens, now.at)):
             self._ask(id, "step", ids=episode.say(end))
         elif now.output.finish_reason == "unfinished":
-            self._add(id, now.output)
+            self._add(id)
         else:
             self._cut(id)
-
-    def _was_repeated(self, id: Id, answer: dict) -> None:
-        """Take the environment's answer to a recorded turn, which should be the recorded answer."""
-        episode = self._of[id]
-        now = episode.now
-        end = now.end_of_run()
-        files = files_of(answer)
-        same_images = files == now.added.images[episode.shown : episode.shown + len(files)]
-        if answer["done"] or answer["ids"] != now.output.token_ids[now.at : end] or not same_images:
-            self._start_over(id)
-            return
-        episode.shown += len(files)
-        now.at = end
-        self._continue(id)
 
     def _start_over(self, id: Id, answer: dict | None = None) -> None:
         """Begin an episode again that cannot be played as it was recorded."""
@@ -355,21 +333,21 @@ class Episodes(Responses):
 
     # -- turn after turn
 
-    def _add(self, id: Id, so_far: Output | None) -> None:
+    def _add(self, id: Id) -> None:
         """Let the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
         across updates, turns keep it too."""
         key, number = id
         episode = self._of[id]
         now = episode.now
-        was_playing = bool(now.output) and now.output.finish_reason == "unfinished"
         episode.began = time.monotonic()
-        now.output = None
         episode.in_engine = True
-        so_far = dataclasses.replace(so_far, finish_reason="unfinished") if so_far and so_far.token_ids else None
+        so_far = dataclasses.replace(now.output, finish_reason="unfinished") if now.output and now.output.token_ids else None
+        now.output = None
+        tokens = len(so_far.token_ids) if so_far else 0
         kept = so_far.versions[0] if so_far and getattr(self.args.schedule, "partial_rollout", "") == "keep" else None
         most = self._room(id)
         if (own := episode.wants.get("most")) is not None:
-            most = min(most, (len(so_far.token_ids) if so_far else 0) + own)
+            most = min(most, tokens + own)
         stop = self._stop_of(tuple(episode.wants.get("stop", ())))
         limits = {"max_tokens": most, "schema": episode.wants.get("schema", ""), "stop": stop}
         request = dataclasses.replace(
@@ -385,6 +363,7 @@ class Episodes(Responses):
         if self._requests is None:
             self.engine.add(request)
         else:
+            was_playing = 0 < episode.known == tokens
             self._requests.append((not was_playing, id, request))
 
     def _make_stop(self, strings: tuple[str, ...]) -> StopStrings | None:
@@ -415,9 +394,11 @@ class Episodes(Responses):
         episode = self._of[id]
         now = episode.now
         ids = answer["ids"]
+        files = files_of(answer)
         episode.add(answer)
-        if now.at < episode.known:
-            self._was_repeated(id, answer)
+        repeats = now.at < episode.known
+        if repeats and not episode.is_recorded(answer, files):
+            self._start_over(id)
         elif answer["done"]:
             self._finish(id, "stop")
             self._has_worked(id)
@@ -425,14 +406,12 @@ class Episodes(Responses):
             self._end(id, "turns" if episode.turns >= self.args.environment.max_turns else "length")
         else:
             episode.wants = answer
-            if ids:
+            if ids and not repeats:
                 now.added.mask = np.concatenate([now.added.sampled(now.at), np.zeros(len(ids), bool)])
-                now.at += len(ids)
-            self._show(id, answer)
-            self._add(id, with_answer(now.output, ids))
-
-    def _show(self, id: Id, answer: dict) -> None:
-        self._of[id].now.added.images += files_of(answer)
+                now.output = with_answer(now.output, ids)
+            now.added.images += [] if repeats else files
+            now.at += len(ids)
+            self._continue(id)
 
     # -- the end
 
@@ -488,7 +467,7 @@ class Episodes(Responses):
         for id, score in failed:
             episode = self._of[id]
             episode.event = score
-            episode.now.output = episode.now.output or Output(id, [], [], [], "length")
+            episode.now.output = episode.now.output or nothing(id)
             self._finish(id, "stop")
 
     # -- outages of environments

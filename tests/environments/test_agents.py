@@ -353,7 +353,7 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
     call = {"id": "c", "type": "function", "function": {"name": "calculate", "arguments": '{"expression": "2*3"}'}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     given = [user("2*3="), said, {"role": "tool", "tool_call_id": "c", "content": f"6{end}"}, user("So?")]
-    ids = turns.conversation(as_messages(given))
+    ids = turns.prompt([], as_messages(given))
     as_object = said | {"tool_calls": [call | {"function": {"name": "calculate", "arguments": {"expression": "2*3"}}}]}
     for messages in ([given[0], as_object, *given[2:]], given):
         try:
