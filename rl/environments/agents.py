@@ -272,7 +272,7 @@ class Session:
         call adds to it; or the agent's reward."""
         call = self.open_call
         conversation = self.conversations[self._at]
-        answer, malformed, conversation.is_cut = call.answered(item["ids"], bool(item.get("ended")))
+        answer, malformed, conversation.is_cut = call.answered(item["ids"])
         conversation.messages = [*call.call.messages, form.said(answer.content, answer.calls)]
         conversation.tokens += len(item["ids"])
         self.answered.append((conversation.messages, answer))

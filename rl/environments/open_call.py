@@ -26,16 +26,17 @@ class OpenCall:
         self._growing.ids += ids
         self._has_news.set()
 
-    def answered(self, ids: list[int], ended: bool) -> tuple[Answer, int, bool]:
-        """Return the answer of a whole turn, its number of malformed calls, and whether it lacks its end token. ended: whether
-        such a turn ended with a stop string."""
+    def answered(self, ids: list[int]) -> tuple[Answer, int, bool]:
+        """Return the answer of a whole turn, its number of malformed calls, and whether it lacks its end token, because the
+        call's limit cut it or a stop string ended it."""
         turns = self._growing.turns
         parts, malformed = said(turns, ids)
         parts["content"], _ = before(parts["content"], self.call.stop)
-        is_cut = ids[-1] not in turns.end_tokens
-        known = {"sampled": len(ids), "is_cut": is_cut and not ended, "is_whole": True}
-        known["stopped_by"] = before(turns.text(ids), self.call.stop)[1]
-        return dataclasses.replace(self._begun, **self._growing.whole(parts), **known), malformed, is_cut
+        _, stopped_by = before(turns.text(ids), self.call.stop)
+        lacks_end = ids[-1] not in turns.end_tokens
+        is_cut = lacks_end and not stopped_by and len(ids) == self.call.most
+        known = {"sampled": len(ids), "is_cut": is_cut, "stopped_by": stopped_by, "is_whole": True}
+        return dataclasses.replace(self._begun, **self._growing.whole(parts), **known), malformed, lacks_end
 
     def end(self, outcome: Answer | Refused) -> None:
         self.outcome = self.outcome or outcome

@@ -65,7 +65,7 @@ class TapedEpisode:
             self._known = {} if self._place in warm.untaped else warm.tape.read(self._place)
             self._reset = item
             warm.untaped.discard(self._place)
-        of = digest(self._chain, item | {"ended": None})  # which recorded turns do not say
+        of = digest(self._chain, item)
         answer = None if self._episode else self._known.get(of)
         if answer is None and warm.tape.is_all:
             turn = f"the answer to turn {len(self._past)} of the model" if self._past else "the start of the episode"

@@ -112,10 +112,8 @@ def nothing(id: Id) -> Output:
     return Output(id, [], [], [], "unfinished")
 
 
-def with_answer(output: Output | None, ids: list[int]) -> Output | None:
+def with_answer(output: Output, ids: list[int]) -> Output:
     """Return an output with tokens of the environment: their log-prob is 0 and their version that of the token before."""
-    if not ids:
-        return output
     known = output.support
     if known is not None:
         known = np.concatenate([known, sampling_mask.nothing(len(ids), known.shape[1])])

@@ -386,8 +386,7 @@ class Episodes(Responses):
         elif output.finish_reason == "length" and len(output.token_ids) >= self._room(output.id):
             self._cut(output.id)
         else:
-            ended = output.finish_reason == "stop"
-            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)), ended=ended)
+            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)))
 
     def _answered(self, id: Id, answer: dict) -> None:
         """Append the environment's answer, which is masked, and continue, or end the episode."""

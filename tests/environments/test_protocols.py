@@ -407,7 +407,7 @@ def test_a_stop_string_ends_the_turn_and_is_not_in_its_text(protocol, name, stre
         for token in ids_of(text) if streams else ():
             await of.order("parts", parts={session.key: [token]})
             await asyncio.sleep(0)
-        step = asyncio.create_task(session.ask({"do": "step", "ids": ids_of(text), "ended": True}))
+        step = asyncio.create_task(session.ask({"do": "step", "ids": ids_of(text)}))
         answers = await calling
         back = [go, {"role": "assistant", "content": answers[0].content}, {"role": "user", "content": "So?"}]
         calling = asyncio.create_task(anext(session.pieces(protocol.call(given | {"messages": back}, []))))

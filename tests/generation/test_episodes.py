@@ -42,7 +42,7 @@ class Played:
         self.turns[plain(key)] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
 
-    def ask(self, key, what, ids=None, ended=False):
+    def ask(self, key, what, ids=None):
         self.asked.append((plain(key), what, ids))
         if what == "end":
             answer = {"seconds": 0.0, "reward": 0.25}
