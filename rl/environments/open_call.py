@@ -19,7 +19,8 @@ class OpenCall:
 
     def begin(self, turns: Turns, begun: Answer) -> None:
         """Begin to sample. begun: the answer before that."""
-        self._begun, self._growing = begun, Growing(turns, self.call.stop)
+        self._begun = begun
+        self._growing = Growing(turns, self.call.stop)
 
     def grow(self, ids: list[int]) -> None:
         """Add tokens that were sampled."""

@@ -107,14 +107,6 @@ def as_added(value: Any) -> list[dict] | dict:
     return as_messages(value) if are_messages or not items else as_content(value)
 
 
-def behind(messages: list[dict], added: list[dict] | dict) -> list[dict]:
-    """Return a prompt with what is added to it: messages, or content for the last one."""
-    if not isinstance(added, dict):
-        return [*messages, *added]
-    *before, last = messages or [{"role": "user", "content": ""}]
-    return [*before, last | added | {"content": last["content"] + added["content"]}]
-
-
 def of_trl(message: dict) -> dict:
     """Return the model's message {role, content, calls} as TRL and environments get it, without malformed calls."""
     calls = [{"type": "function", "function": call} for call in message["calls"] if isinstance(call, dict)]
@@ -321,7 +313,7 @@ class EpisodeProgram:
         if not isinstance(self._prompt, list):
             raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
         ids = self._turns.prompt(self._prompt, added)
-        self._prompt = [pictures.parts_of(message) for message in behind(self._prompt, added)]
+        self._prompt = [pictures.parts_of(message) for message in pictures.behind(self._prompt, added)]
         return {"prompt": ids} | pictures.sent([added] if isinstance(added, dict) else added)
 
     def step(self, item: dict) -> dict:

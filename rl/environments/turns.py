@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.tools import KNOWN, Tools
 from rl.environments import pictures
 from rl.environments.calls import format_of, parse
-from rl.environments.programs import behind
 from rl.errors import UserError
 from rl.rewards.worker import BadValue
 
@@ -106,8 +105,8 @@ class Turns:
         """Return the tokens of a prompt: the row's messages, and those of an environment or agent behind them, or content for
         the last one, which are data."""
         is_content = isinstance(added, dict)
-        told = behind(messages, self._as_data(added) if is_content else self._told(added))
-        text = self._render(self.tools.described(told, behind(messages, added)))
+        told = pictures.behind(messages, self._as_data(added) if is_content else self._told(added))
+        text = self._render(self.tools.described(told, pictures.behind(messages, added)))
         return self._encode(text, [added] if is_content else added)
 
     def message(self, ids: list[int]) -> dict:
