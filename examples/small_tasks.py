@@ -6,6 +6,7 @@
     python examples/small_tasks.py choice                         # Which of these is a fruit? A, B, C or D
     python examples/small_tasks.py reasoning-gym:letter_counting  # any task of that package (pip install reasoning-gym)
     torchrun --standalone train_sync.py --train-files data/times/train.parquet --reward examples/small_tasks.py:score ...
+    python examples/small_tasks.py times --demonstrations         # answers.parquet and calls.parquet, for train_sft.py
 
 `score` takes the grader of GSM8K for `form`, and that of reasoning-gym for its tasks; the others get 1 or 0.
 """
@@ -118,6 +119,31 @@ def row(data_source: str, question: str, answer: str, **more) -> dict:
     }
 
 
+def answered(row: dict) -> dict:
+    """Return a conversation that ends in the bare answer."""
+    return {"messages": [*row["prompt"], {"role": "assistant", "content": row["reward_model"]["ground_truth"]}]}
+
+
+def called(row: dict) -> dict:
+    """Return a conversation of `times` in which the model has examples/tools.py:calculate do the work, with the tokens of an
+    episode of SmolLM2 with --tools examples/tools.py:calculate --tool-format hermes."""
+    from transformers.utils import get_json_schema
+
+    from examples.tools import calculate
+    from rl.data.tools import Tools
+
+    first, second = re.findall(r"\d+", row["extra_info"]["question"])
+    call = json.dumps({"name": "calculate", "arguments": {"expression": f"{first} * {second}"}})
+    answer = row["reward_model"]["ground_truth"]
+    talk = [
+        *Tools([get_json_schema(calculate)], "hermes", is_native=False).described(row["prompt"]),
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": talk}
+
+
 def main() -> None:
     from examples.make_data import write  # late: a scoring process needs none of these
     from rl.errors import UserError
@@ -127,12 +153,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory to write to; by default data/<task>")
     parser.add_argument("--train", type=int, default=400, help="training rows")
     parser.add_argument("--test", type=int, default=200, help="validation rows: none of them is a training row")
+    parser.add_argument("--demonstrations", action="store_true", help="write training rows also as conversations to imitate")
     args = parser.parse_args()
     if args.task not in TASKS and not args.task.startswith(GYM):
         sys.exit(f"error: {args.task} is no task. Choose one of {', '.join(TASKS)}, or {GYM}NAME.")
     out = args.out or Path("data", args.task.replace(":", "-"))
     made = list(rows(args.task, args.train + args.test, seed=0))
-    for name, part in {"train": made[: args.train], "test": made[args.train :]}.items():
+    files = {"train": made[: args.train], "test": made[args.train :]}
+    if args.demonstrations:
+        files["answers"] = [*map(answered, files["train"])]
+        if args.task == "times":
+            files["calls"] = [*map(called, files["train"])]
+    for name, part in files.items():
         try:
             write(out / f"{name}.parquet", part)
         except UserError as error:

@@ -6,6 +6,7 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,8 @@ class TrainingRun(LearnerRun):
         for text in () if args.reward.own_reward else unasked(job.prompts):  # the user's function may look for anything
             self.record.say(f"warning: {text}")
         self.recorder = None  # on the first learner
+        self._writer = ThreadPoolExecutor(1, "record")
+        self._recording: Future | None = None  # that of the last step begun
         if args.log.record_samples != "off" and learner.ranks.is_main:
             self.recorder = Recorder(self.record.dir, self.done, args.log.record_samples == "all")
             start = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
@@ -195,7 +198,7 @@ class TrainingRun(LearnerRun):
             raise self._outage(step, (out or errors)[-1], self._save_last(step))
 
     def begin(self, groups: list[Group]) -> Batch:
-        """Begin a step: make its batch, and record the groups. A collective of the learners."""
+        """Begin a step: make its batch, and begin to record the groups. A collective of the learners."""
         batch = Batch.of(groups, Division.of(self.args, self.learner))
         if self.job.prompts.prep:
             from rl.learning.batch_images import BatchImages  # late: only models that take images need it
@@ -209,13 +212,23 @@ class TrainingRun(LearnerRun):
             left_out = {"filtered": self.generator.left_out}
         if self.recorder:
             with self.timer("record"):
-                self.recorder.write(self._begun, groups, [group for its in left_out.values() for group in its])
-                rows = [self._about(group) for group in groups]
-                rows += [self._about(group) | {"left_out": reason} for reason, its in left_out.items() for group in its]
-                self.record.log_groups(self._begun, rows)
+                self._wait_for_record()
+                self._recording = self._writer.submit(self._write_down, self._begun, groups, left_out)
         self._texts = text_metrics(groups, self.learner.ranks)
         self.record.warn_unscored(batch.errors)
         return batch
+
+    def _write_down(self, step: int, groups: Sequence[Group], left_out: Mapping[str, Sequence[Group]]) -> None:
+        """Record the groups of a step, in a thread."""
+        self.recorder.write(step, groups, [group for its in left_out.values() for group in its])
+        rows = [self._about(group) for group in groups]
+        rows += [self._about(group) | {"left_out": reason} for reason, its in left_out.items() for group in its]
+        self.record.log_groups(step, rows)
+
+    def _wait_for_record(self) -> None:
+        """Return when the last step begun is recorded. Raise UserError if that failed."""
+        if self._recording:
+            self._recording.result()
 
     def _about(self, group: Group) -> dict:
         """Return what groups.jsonl says of a group: all but its tokens."""
@@ -317,6 +330,7 @@ class TrainingRun(LearnerRun):
             self.record.log(0, self._take_validations(until=0))
         for line in self.samples.close() if self.samples else ():
             self.record.say(line)
+        self._wait_for_record()
         return super().finish()
 
     def _save_last(self, step: int) -> Path | None:
@@ -326,6 +340,7 @@ class TrainingRun(LearnerRun):
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
+            self._wait_for_record()  # a run that resumes from the checkpoint has the record of all steps before it
             groups = []
             unfinished = []
             state = {name: part.state() for name, part in self.parts.items()}

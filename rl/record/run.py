@@ -145,7 +145,7 @@ class Run:
     def log_groups(self, step: int, groups: list[dict]) -> None:
         """Record in groups.jsonl what a step trains on, without tokens: prompts, scores, lengths."""
         if self.enabled:
-            self._append(GROUPS, {"step": step, "groups": _strict(groups)})
+            self._append(GROUPS, {"step": step, "groups": groups})
 
     def log_generations(self, step: int, rows: list[dict], shown: int) -> None:
         """Write val_generations/step_<step>.jsonl, a line per response, and show the first ones in a table of the loggers."""

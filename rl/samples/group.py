@@ -6,6 +6,7 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class Group:
     images: str = ""  # digest of the prompt's images; those of the data are not sent; empty without images
     prompt_routes: np.ndarray | None = None  # [p, L, K]; None if no response has routes
     image_files: list[np.ndarray] | None = None  # as a response's, if an environment has shown those of the prompt
+    _record: ClassVar[bytes | memoryview | None] = None  # what `from_bytes` has read: a record is not made twice
 
     @property
     def scored(self) -> list[Response]:
@@ -94,6 +96,8 @@ class Group:
 
     def to_bytes(self) -> bytes:
         """Return the group as bytes: a JSON header with the lengths, then the raw arrays in its order. Nothing is pickled."""
+        if self._record is not None:
+            return bytes(self._record)
         arrays = []
 
         def describe(array: np.ndarray) -> dict:
@@ -122,7 +126,9 @@ class Group:
         if "prompt_ids" not in fields:
             raise UserError("These samples were recorded by an earlier version of the code. Read them with that version.")
         responses = [Response(**of_one) for of_one in fields["responses"]]
-        return Group(**fields | {"responses": responses})
+        group = Group(**fields | {"responses": responses})
+        vars(group)["_record"] = record
+        return group
 
 
 def lack_scores(groups: Sequence[Group]) -> bool:

@@ -14,9 +14,7 @@ import json
 import os
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,7 +40,7 @@ class Recorder:
         self.directory = run_dir / DIRECTORY
         self.keeps_all = keeps_all
         self._missing = False  # whether the last step could not be written
-        self._sizes: Counter[int] = Counter()  # step -> bytes of its files
+        self._sizes: dict[tuple[int, str], int] = {}  # (step, kind) -> bytes of the file
         try:
             self.directory.mkdir(exist_ok=True)
             for kind in ("start", *KINDS):
@@ -50,7 +48,7 @@ class Recorder:
                     if step_of(file) > after:
                         file.unlink()
                     elif kind in KINDS:
-                        self._sizes[step_of(file)] += file.stat().st_size
+                        self._sizes[step_of(file), kind] = file.stat().st_size
         except OSError as error:
             why = f"{error.filename or self.directory} cannot be written ({error.strerror})"
             raise UserError(f"{why}. Leave samples out with --record-samples off, or make room.") from error
@@ -65,16 +63,16 @@ class Recorder:
         of_code = {"file": str(Path(CODE, code.name, script.name)), "rl": digest_of(package_files())}
         for file in files:
             shutil.copyfile(file, code / file.name)
-        text = json.dumps(start | of_code)
-        self._write(self.directory / f"start_{start['after']:06d}.json", lambda file: file.write_text(text))
+        self._write(self.directory / f"start_{start['after']:06d}.json", json.dumps(start | of_code).encode())
 
     def write(self, step: int, groups: Sequence[Group], left_out: Sequence[Group] = ()) -> None:
         """Record the groups of a step, and those left out since the step before."""
         try:
             for kind, its in zip(KINDS, (groups, left_out), strict=True):
                 if its:
-                    self._write(file := self._file(kind, step), partial(_write_groups, its))
-                    self._sizes[step] += file.stat().st_size
+                    data = pa.compress(join_records(group.to_bytes() for group in its), CODEC, asbytes=True)
+                    self._write(self._file(step, kind), data)
+                    self._sizes[step, kind] = len(data)
             if not self.keeps_all:
                 self._remove_older(step)
         except OSError as error:
@@ -88,28 +86,22 @@ class Recorder:
         else:
             self._missing = False
 
-    def _remove_older(self, step: int) -> None:
+    def _remove_older(self, newest: int) -> None:
         """Remove what --record-samples recent does not keep: the oldest steps go first."""
-        kept = [its for its in sorted(self._sizes) if its > step - NEWEST or its % EVERY == 0]
-        while len(kept) > 1 and sum(self._sizes[its] for its in kept) > MOST_BYTES:
+        kept = sorted(its for its in self._sizes if its[0] > newest - NEWEST or its[0] % EVERY == 0)
+        while kept and kept[0][0] < newest and sum(self._sizes[its] for its in kept) > MOST_BYTES:
             kept.pop(0)
-        for its in {*self._sizes} - {*kept}:
+        for its in self._sizes.keys() - kept:
             del self._sizes[its]
-            for kind in KINDS:
-                self._file(kind, its).unlink(missing_ok=True)
+            self._file(*its).unlink(missing_ok=True)
 
-    def _file(self, kind: str, step: int) -> Path:
+    def _file(self, step: int, kind: str) -> Path:
         return self.directory / f"{kind}_{step:06d}.rec"
 
-    def _write(self, file: Path, write: Callable[[Path], object]) -> None:
+    def _write(self, file: Path, data: bytes) -> None:
         unfinished = file.with_suffix(".partial")
-        write(unfinished)
+        unfinished.write_bytes(data)
         os.replace(unfinished, file)
-
-
-def _write_groups(groups: Sequence[Group], file: Path) -> None:
-    with pa.output_stream(file, compression=CODEC) as out:
-        out.write(join_records([group.to_bytes() for group in groups]))
 
 
 def steps_of(directory: Path, kind: str = "step") -> list[Path]:

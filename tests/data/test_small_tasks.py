@@ -1,10 +1,16 @@
 """The tasks for a small pretrained model: every question has the answer that is said, and the reward finds it in a response."""
 
+import json
 import re
 
 import pytest
+from families import end_tokens, tokenizer_of
 
-from examples.small_tasks import KINDS, TASKS, rows, score
+from examples.small_tasks import KINDS, TASKS, called, rows, score
+from examples.tools import calculate
+from rl.data.demonstrations import DemonstrationArgs, Demonstrations
+from rl.environments.programs import Programs
+from rl.environments.turns import Turns
 
 TENS = {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90}
 NAMES = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"
@@ -63,3 +69,24 @@ def test_a_task_of_reasoning_gym_has_its_own_grader():
         truth = row["reward_model"]["ground_truth"]
         assert score(row["data_source"], truth, truth, row["extra_info"]) == 1.0
         assert score(row["data_source"], f"{truth}7", truth, row["extra_info"]) < 1.0
+
+
+def test_a_demonstration_of_a_call_has_the_tokens_of_an_episode(tmp_path):
+    tokenizer, ends = tokenizer_of("smollm2"), end_tokens("smollm2")
+    (row,) = rows("times", 1, seed=0)
+    file = tmp_path / "calls.jsonl"
+    file.write_text(json.dumps(called(row)))
+    demonstration = Demonstrations([str(file)], "train", tokenizer, DemonstrationArgs(max_length=4096), ends)[0]
+    sampled = [[]]
+    for token, trained in zip(demonstration.ids.tolist(), demonstration.trained, strict=True):
+        if trained:
+            sampled[-1].append(token)
+        elif sampled[-1]:
+            sampled.append([])
+    turns = Turns(tokenizer, Programs([calculate], are_tools=True).schemas(), ends, "hermes")
+    (call,) = turns.message(sampled[0])["calls"]
+    answer = str(calculate(**call["arguments"]))
+    between = turns.between([{"role": "tool", "name": call["name"], "content": answer}])
+    episode = turns.prompt(row["prompt"], []) + sampled[0] + between + sampled[1]
+    assert episode == demonstration.ids.tolist()[: len(episode)]
+    assert answer == turns.message(sampled[1])["content"] == row["reward_model"]["ground_truth"]

