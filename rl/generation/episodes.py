@@ -20,7 +20,7 @@ import numpy as np
 from rl.data.job import Job
 from rl.environments.pictures import files_of
 from rl.environments.pool import Environments
-from rl.generation.engine import Engine, EngineRanks, Output, request_seed
+from rl.generation.engine import Engine, EngineRanks, Output, Request, request_seed
 from rl.generation.episode import Episode, History, Id, Named, images_of, named_of, nothing, with_answer
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
@@ -75,7 +75,7 @@ class Episodes(Responses):
         self._has_recorded |= any(before)
         self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
-            self._of[request.id] = self._episode(request.id, output, prompt)
+            self._of[request.id] = self._episode(request, output, prompt)
         self._queue.append(key)
         self._admit()
         return []
@@ -300,11 +300,11 @@ class Episodes(Responses):
 
     # -- what is recorded
 
-    def _episode(self, id: Id, output: Output | None = None, prompt: Named | None = None, restarts: int = 0) -> Episode:
+    def _episode(self, request: Request, output: Output | None, prompt: Named | None, restarts: int = 0) -> Episode:
         """Return a new episode. output, prompt: recorded ones."""
-        work = self.working[id[0]]
-        history = History(work.requests[id[1]], output, work.added[id[1]])
-        self._resetting.add(id)
+        key, number = request.id
+        self._resetting.add(request.id)
+        history = History(request, output, self.working[key].added[number])
         return Episode([history], prompt, len(output.token_ids) if output else 0, restarts=restarts)
 
     def _continue(self, id: Id) -> None:
@@ -485,5 +485,5 @@ class Episodes(Responses):
         before = self._of[id]
         self._end_process(id)
         prompt = before.prompt or named_of(self.working[id[0]].prompt)
-        self._of[id] = self._episode(id, before.now.output, prompt, before.restarts + 1)
+        self._of[id] = self._episode(before.histories[0].request, before.now.output, prompt, before.restarts + 1)
         self._start_process(id)
