@@ -24,9 +24,9 @@ from typing import Any
 
 from aiohttp import web
 
+from rl.children.child import Children
 from rl.environments import pictures
 from rl.environments.command import Command, End
-from rl.environments.descendants import Children
 from rl.environments.open_call import OpenCall
 from rl.environments.programs import as_reward
 from rl.environments.protocols import form

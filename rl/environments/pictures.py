@@ -15,8 +15,8 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rl.children.child import BadValue
 from rl.errors import ImageError
-from rl.rewards.worker import BadValue
 
 MARK = "\ue001"  # a private-use character, which is removed from text
 TEXT_ALONE = "an image, and --model takes text alone: take a model of images and text (docs/images.md)"

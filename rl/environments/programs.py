@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rl.children.child import BadValue
 from rl.environments import pictures
-from rl.rewards.worker import BadValue
 
 if TYPE_CHECKING:
     from rl.environments.turns import Turns

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rl.children.child import lost
 from rl.errors import UserError
 from rl.rewards.tape import START, Tape, digest
 from rl.user_file import digest_code
@@ -51,9 +52,8 @@ class TapedEpisode:
     async def begin(cls, *given: Any) -> "TapedEpisode":
         return cls(*given)
 
-    def __init__(self, begin: Callable, failed: Callable, warm: Any):
-        """failed: makes an answer of an exception."""
-        self._begin, self._failed, self._warm = begin, failed, warm
+    def __init__(self, begin: Callable, warm: Any):
+        self._begin, self._warm = begin, warm
         self._episode: Any = None
         self._chain = warm.origin  # a digest of all questions and answers so far
         self._past: list[tuple[dict, dict]] = []  # the questions, with their answers
@@ -74,7 +74,7 @@ class TapedEpisode:
             try:
                 answer = await self._really(item)
             except Exception as error:
-                answer = self._failed(error)
+                answer = lost(error)
             if answer is AGAIN:
                 warm.untaped.add(self._place)
                 return answer

@@ -13,11 +13,11 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
+from rl.children.child import BadValue
 from rl.data.tools import KNOWN, Tools
 from rl.environments import pictures
 from rl.environments.calls import format_of, parse
 from rl.errors import UserError
-from rl.rewards.worker import BadValue
 
 MARK = "mark7f3a"  # in place of the model's text
 BREAK = "\ue000"  # cuts the name of a special token in an answer; a private-use character, removed from answers

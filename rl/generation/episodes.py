@@ -26,7 +26,8 @@ from rl.generation.responses import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
-from rl.rewards.pool import Score, can_score
+from rl.rewards.pool import can_score
+from rl.rewards.score import Score
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images

@@ -78,7 +78,7 @@ def played(pool: Environments, *whats: str) -> dict[str, dict]:
 
 def wait_for(pool: Environments, processes: int) -> None:
     """Until this many are left of the episodes' process and what it has started."""
-    assert eventually(lambda: (pool.poll(), 1 + len(descendants(pool._process.pid)))[1] == processes, 20)
+    assert eventually(lambda: (pool.poll(), 1 + len(descendants(pool._server.pid)))[1] == processes, 20)
 
 
 EVENTS = {
@@ -122,7 +122,7 @@ def test_one_that_hangs_costs_its_time_limit(model):
     assert "ids" in found["good"]
     wait_for(pool, 3)
     pool.close()
-    assert not Path(f"/proc/{pool._process.pid}").exists()
+    assert not Path(f"/proc/{pool._server.pid}").exists()
 
 
 @pytest.mark.slow

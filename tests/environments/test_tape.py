@@ -177,7 +177,7 @@ def calls(folder: Path) -> int:
 
 
 def processes(pool: Environments) -> int:
-    return len(descendants(pool._process.pid))
+    return len(descendants(pool._server.pid))
 
 
 @pytest.mark.parametrize(("name", "turn"), [("Stated", "hello"), ("tool", CALL.format("tool"))])
