@@ -60,6 +60,14 @@ def parts_of(message: dict) -> dict:
     return kept | {"content": [part for part in parts if part.get("text") != ""]}
 
 
+def behind(messages: list[dict], added: list[dict] | dict) -> list[dict]:
+    """Return a prompt with what is added to it: messages, or content for the last one."""
+    if not isinstance(added, dict):
+        return [*messages, *added]
+    *before, last = messages or [{"role": "user", "content": ""}]
+    return [*before, last | added | {"content": last["content"] + added["content"]}]
+
+
 def sent(messages: list[dict]) -> dict:
     """Return the messages' images in the form that goes to the rank."""
     files = [base64.b64encode(file).decode() for message in messages for file in message.get("images", ())]

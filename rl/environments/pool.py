@@ -117,8 +117,7 @@ class Environments:
         self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row), **more)
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
-        """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an
-        early "end"."""
+        """Ask an episode to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
         self._server.send(as_json({"episode": self._numbers[key], "do": what} | item))
 
     def pass_on(self, parts: dict[str, list[int]]) -> None:

@@ -20,7 +20,7 @@ from rl.user_file import digest_code
 
 ELSEWHERE = {"timeout", "model", "tape", "programs", "agent"}  # settings without influence, or whose code is read
 COMPARED = ("prompt", "most", "history", "ids", "images", "reward", "done")  # in an answer
-AGAIN = {"asked": "replay", "answers": None}  # the answer with which a response starts over
+AGAIN = {"asked": "again"}  # the answer with which a response starts over
 
 
 def opened(settings: dict, make_warm: Callable) -> Any:
@@ -60,14 +60,12 @@ class TapedEpisode:
 
     async def ask(self, item: dict) -> dict:
         warm = self._warm
-        if item["do"] == "replay":
-            return await self._replay(item["turns"])
         if item["do"] == "reset":
             self._place = tuple(item.pop("tape"))
             self._known = {} if self._place in warm.untaped else warm.tape.read(self._place)
             self._reset = item
             warm.untaped.discard(self._place)
-        of = digest(self._chain, item | {"ended": None})  # which recorded turns do not say
+        of = digest(self._chain, item)
         answer = None if self._episode else self._known.get(of)
         if answer is None and warm.tape.is_all:
             turn = f"the answer to turn {len(self._past)} of the model" if self._past else "the start of the episode"
@@ -84,17 +82,6 @@ class TapedEpisode:
         self._chain = digest(of, answer)
         self._past.append((item, answer))
         return answer
-
-    async def _replay(self, turns: list) -> dict:
-        """Repeat recorded turns, [tokens, answer's tokens] each."""
-        answers = []
-        for said, ids in turns:
-            answers.append(await self.ask({"do": "step", "ids": said}))
-            if {"event", "failed"} & answers[-1].keys():
-                return answers[-1]
-            if answers[-1].get("ids") != ids or answers[-1]["done"]:
-                return AGAIN
-        return {"answers": answers}
 
     async def _really(self, item: dict) -> dict:
         programs = self._warm.programs and self._warm.programs[self._reset["environment"]]

@@ -3,7 +3,7 @@
 The rank and this process send each other lines of JSON over one socket. First the rank sends settings, and this process answers
 {"tools", "scores_at_end", "note"}, or {"failed": why}. Then there is one question at a time for each episode:
 
-    rank:     {"episode": 7, "do": "reset", "replay", "step" or "end", ...}; or "close", which has no answer
+    rank:     {"episode": 7, "do": "reset", "step" or "end", ...}; or "close", which has no answer
     process:  {"episode": 7, "asked": "step", "seconds": 0.1, ...}; with "event" and "message" it is the episode's last one;
               with "failed" it ends the run
 
@@ -192,7 +192,7 @@ class Fork(Child):
         return fork
 
     async def ask(self, question: dict) -> dict:
-        return await super().ask(child.as_line(question), self.limit * max(1, len(question.get("turns", ()))))
+        return await super().ask(child.as_line(question), self.limit)
 
 
 if __name__ == "__main__":
