@@ -98,3 +98,5 @@ if __name__ == "__main__":
         main(tyro.cli(Args, description=__doc__))
     except UserError as error:
         process.fail(error)
+    except BrokenPipeError:
+        sys.exit(1)
