@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rl.environments.descendants import adopt_orphans
+from rl.children.child import adopt_orphans
 from rl.masking import masked
 from tools.doctor import packages, processes, scripts
 from tools.doctor.findings import OK, SKIPPED, WRONG, Finding

@@ -22,7 +22,7 @@ if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is next to the script counts, its losses.py above all
 
 from rl import flags
-from rl.environments.descendants import python_path
+from rl.children.server import python_path
 from rl.errors import UserError
 from rl.ranges import Range
 from rl.ranks import process

@@ -27,9 +27,11 @@ from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import request_seed
 from rl.generation.episodes import OF_GROUP
-from rl.printable import one_line, printable
+from rl.printable import one_line
+from rl.ranks import process
 from rl.rewards.args import RewardArgs
-from rl.rewards.pool import Score, ScoringPool, can_score
+from rl.rewards.pool import ScoringPool, can_score
+from rl.rewards.score import Score
 from rl.samples.group import Response
 from tools.rehearse import episode
 from tools.rehearse.attacks import BREAKERS, attacks, right_answers
@@ -67,7 +69,8 @@ class Args:
     against: str | None = None
     """Another reward function: its disagreements are listed."""
     env: str | None = None
-    """Environment, as the flag of the training scripts."""
+    """Environment, as the flag of the training scripts; --reward may then name functions in TRL's form. An agent cannot be
+    tried: what it does between its calls is its own. Give --reward alone, for its last answers."""
     tools: str | None = None
     """Tools, as the flag of the training scripts."""
     tool_format: Literal["hermes", "llama", "xml"] = "hermes"
@@ -143,6 +146,7 @@ def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
     programs = [*EnvironmentArgs(env=args.env, tools=args.tools).programs.values()]
     if len(programs) > 1:
         raise UserError("--env and --tools: texts go to one of them. Leave the other out.")
+    of_episodes = reward if RewardArgs(reward=reward).scores_environments else ""
     limits = {"reward_timeout": SECONDS, "reward_workers": 2, "outage_timeout": 0}
     with ScoringPool(RewardArgs(reward=PLAY if programs else reward, **limits)) as pool:
         for number, (_, row, _, _, text, said) in enumerate(texts):
@@ -150,7 +154,8 @@ def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
             extra = row.get("extra_info")
             if programs:
                 said = said or {"turns": [text], "times": args.max_turns, "seed": 0, "own_seed": 0}
-                extra = said | {"row": row | known | {"extra_info": extra}, "program": (*programs[0], args.tool_format)}
+                program = (*programs[0], args.tool_format, of_episodes)
+                extra = said | {"row": row | known | {"extra_info": extra}, "program": program}
             pool.submit(number, **known, text="" if programs else text, extra_info=extra, prompt=row["prompt"])
         while pool.pending:
             found |= pool.wait(1.0)
@@ -196,8 +201,7 @@ def show(texts: Sequence[Try], scores: Sequence[Score], found: Sequence[tuple[fl
 
 
 def shown(text: str, most: int = 60) -> str:
-    line = printable(one_line(text))
-    return line if len(line) <= most else f"{line[:most]}..."
+    return one_line(text[:most]) + "..." * (len(text) > most)
 
 
 def compare(what: str, texts: Sequence[Try], scores: Sequence[Score], others: Sequence[Score]) -> None:
@@ -222,5 +226,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except UserError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        sys.exit(1)
+        process.fail(error)

@@ -20,7 +20,7 @@ from pathlib import Path
 import tyro
 
 from rl.errors import UserError
-from rl.printable import printable
+from rl.ranks import process
 from tools.recorded import Record
 from tools.view import exports
 from tools.view.rows import read
@@ -97,7 +97,6 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__))
     except UserError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        sys.exit(1)
+        process.fail(error)
     except BrokenPipeError:
         sys.exit(1)

@@ -72,15 +72,13 @@ class Step(NamedTuple):
         def by_group(batch, members, max_tokens, ranks):
             from rl.learning.micro_batches import micro_batch, plan_of
 
-            pieces: dict[tuple[int, int], list[int]] = {}  # (group, column of the plan) -> this rank's responses
-            for rank, columns in enumerate(plan_of(batch, members, max_tokens, ranks)):
-                for column, places in enumerate(columns):
-                    for response in members[places].tolist():
-                        piece = pieces.setdefault((int(batch.group[response]), column), [])
-                        piece += [response] * (rank == ranks.data_rank)
-            in_order = sorted(pieces)
-            order.extend(of_group for of_group, _ in in_order)
-            return [micro_batch(batch, pieces[place], ranks) for place in in_order]
+            plan = [[members[places] for places in columns] for columns in plan_of(batch, members, max_tokens, ranks)]
+            groups_of = [{*batch.group[torch.cat(column)].tolist()} for column in zip(*plan, strict=True)]  # of all ranks
+            in_order = sorted((of, column) for column, groups in enumerate(groups_of) for of in groups)
+            order.extend(of for of, _ in in_order)
+            own = plan[ranks.data_rank]
+            pieces = [own[column][batch.group[own[column]] == of].tolist() for of, column in in_order]
+            return [micro_batch(batch, piece, ranks) for piece in pieces]
 
         def forward_next(*inputs):
             nonlocal group

@@ -138,7 +138,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
             "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
             "rl/samples/{group,schedule}.py",
-            "responses -> scores": "rl/rewards/{pool,outages,verifiers,args}.py",
+            "responses -> scores": "rl/rewards/{pool,score,verifiers,args}.py",
             "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/{run,console}.py "
             "rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },
@@ -163,7 +163,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "LoRA": "rl/adapters/*",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
-            "reward functions of your own": "rl/rewards/*",
+            "reward functions of your own": "rl/rewards/* rl/children/*",
             "replay": "replay.py",
         },
     ),

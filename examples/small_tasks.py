@@ -90,7 +90,7 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
         grade = reasoning_gym.get_score_answer_fn(data_source.removeprefix(GYM))
         return float(grade(solution_str.strip(), json.loads(extra_info["entry"])))
     if data_source == GSM8K:
-        from rl.rewards.verifiers import gsm8k
+        from math_grader.graders import gsm8k
 
         return gsm8k(data_source, solution_str, ground_truth)
     if data_source == "small/choice":

@@ -4,8 +4,8 @@ r"""A grader of mathematical answers, which imports nothing of the rest of this 
 
     same(boxed(r"so it is $\boxed{\dfrac12}$."), "0.5")  # True; False if it is wrong, None if that cannot be decided
 
-box.py and answers.py find an answer, and answers.py compares it. text.py, words.py, tree.py and sentence.py parse it, form.py
-and compare.py compare trees.
+graders.py scores responses. box.py and answers.py find an answer, and answers.py compares it. text.py, words.py, tree.py and
+sentence.py parse it, form.py and compare.py compare trees.
 """
 
 from math_grader.answers import answer_line, hash_line, last_number, same

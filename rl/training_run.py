@@ -28,8 +28,7 @@ from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
 from rl.record.run import Run
-from rl.rewards.outages import OUT
-from rl.rewards.pool import ScoringEvents, event_of
+from rl.rewards.score import OUT, ScoringEvents, event_of
 from rl.rewards.verifiers import unasked
 from rl.samples.group import Group, all_gather_groups
 from rl.samples.recorder import Recorder

@@ -10,7 +10,7 @@ echo 'exec bash "$(dirname "$0")/../benchmarks/device/quarter_hour.sh" "$@"' > .
 
 # Wheels, all pure Python, that the machine's image lacks or has in another version; what they need is there.
 wheels=(tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.1)                       # the flags
-wheels+=(datasets==5.2.0 "dill<0.4.2" "multiprocess<0.70.20" pebble==5.2.3)           # parquet files, reward functions
+wheels+=(datasets==5.2.0 "dill<0.4.2" "multiprocess<0.70.20")                          # parquet files
 wheels+=(transformers==5.19.0 fla-core==0.6.0 liger-kernel==0.8.5 gguf==0.19.0)       # models, kernels, SmolLM2's file
 "$python" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d .whl "${wheels[@]}"
 

@@ -135,7 +135,7 @@ def measure_memory(args: Args, model: str) -> Memory:
             time.sleep(0.5)  # the last episodes' processes end
             found.episodes.append(done)
             found.rank.append(own_mb("self"))
-            found.warm.append(sum(map(own_mb, tree(pool._process.pid))))
+            found.warm.append(sum(map(own_mb, tree(pool._server.pid))))
             found.seconds.append(time.perf_counter() - started)
             print(f"{done:,} episodes: rank {found.rank[-1]:.1f} MB, forked from {found.warm[-1]:.1f} MB", flush=True)
         keys = range(done, done + args.at_once)

@@ -24,7 +24,7 @@ import tyro
 from common import ROOT, setting, table, words, write
 from torch.distributed import PrefixStore, TCPStore
 
-from rl.environments.descendants import python_path
+from rl.children.server import python_path
 from rl.samples.channel import ControlBlock
 from rl.samples.schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets

@@ -14,4 +14,4 @@ def directory(name: str) -> Path:
 
 
 def is_made(where: Path) -> bool:
-    return (where / "config.json").exists()
+    return os.path.exists(where / "config.json")

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from examples.demo import sums as demo
+from examples.demo.problems import rows_of
 from rl.data.tools import KNOWN
 
 ASKS = 0.1  # the part of the taught decisions that ask
@@ -28,7 +29,7 @@ CHAT_TEMPLATE = (
 def problems(split: str) -> list[dict]:
     """Products of two-digit numbers of a split ("train" or "val"). The splits share none."""
     numbers = range(10, 100)
-    return demo.rows_of([(f"{a}*{b}=", a * b) for a in numbers for b in numbers], 200, split)
+    return rows_of([(f"{a}*{b}=", a * b) for a in numbers for b in numbers], 200, split)
 
 
 def make(directory: str) -> None:

@@ -27,12 +27,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from examples.demo import VERSIONS, directory, is_made
+from examples.demo.problems import problems
 from rl.errors import UserError
 from rl.hub.names import on_hub
 from rl.ranks import watchdog
 from rl.ranks.device import keep_freed
 
-LARGEST = 49
 SHAPE = {  # of the models that are taught to add
     "hidden_size": 128,
     "num_attention_heads": 4,
@@ -44,7 +44,6 @@ SHAPE = {  # of the models that are taught to add
     "pad_token_id": 0,
     "initializer_range": 0.08,  # about 1 / sqrt(hidden size): learns from fewer sums than with the usual 0.02
 }
-NUM_VALIDATION = 500  # of the 2,500 problems; the other 2,000 are for training
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
 CHARACTERS = "0123456789+="
 CHAT_TEMPLATE = (
@@ -52,27 +51,6 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
-def problems(split: str) -> list[dict]:
-    """All problems a + b with 0 <= a, b <= 49 of a split ("train" or "val"). The splits share none."""
-    numbers = range(LARGEST + 1)
-    return rows_of([(f"{a}+{b}=", a + b) for a in numbers for b in numbers], NUM_VALIDATION, split)
-
-
-def rows_of(problems: list[tuple[str, int]], validation: int, split: str) -> list[dict]:
-    """Rows of a split in verl's layout. problems: all (question, answer). validation: the number of those for "val"."""
-    random.Random(0).shuffle(problems)
-    chosen = problems[:validation] if split == "val" else problems[validation:]
-    return [
-        {
-            "data_source": "demo",
-            "prompt": [{"role": "user", "content": question}],
-            "reward_model": {"style": "rule", "ground_truth": str(answer)},
-            "extra_info": {"split": split, "index": i},
-        }
-        for i, (question, answer) in enumerate(chosen)
-    ]
 
 
 def model_dir(name: str = "demo") -> str:

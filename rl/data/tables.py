@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rl.errors import UserError
 
-DEMOS = {"demo": "examples.demo.sums", "demo-calculator": "examples.demo.calculator", "demo-vl": "examples.demo.pictures"}
+DEMOS = {"demo": "examples.demo.problems", "demo-calculator": "examples.demo.calculator", "demo-vl": "examples.demo.pictures"}
 WEIGHT = re.compile(r"(.+):([+-]?(?:\d+\.?\d*|\.\d+))")  # a file with its weight; other texts after a colon are a hub config
 BLANKS = re.compile(r"\s*")
 UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError)  # pyarrow raises these if values do not make a column

@@ -10,7 +10,6 @@ Left out: encryption. Put a tunnel or a proxy in front of it if you do not contr
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hmac
 import importlib
@@ -25,14 +24,13 @@ from typing import Any
 
 from aiohttp import web
 
+from rl.children.child import Children
 from rl.environments import pictures
 from rl.environments.command import Command, End
-from rl.environments.descendants import Children
 from rl.environments.open_call import OpenCall
-from rl.environments.programs import BadValue, as_reward
+from rl.environments.programs import as_reward
 from rl.environments.protocols import form
 from rl.environments.protocols.form import Answer, Call, Refused
-from rl.environments.said import Growing, before, said
 from rl.environments.turns import Turns
 
 LARGEST = 1 << 26  # bytes of a request
@@ -232,15 +230,11 @@ class Session:
             raise Refused(404, "an agent's command ends its episode by exiting")
         if self._refusal:
             raise self._refusal
-        if not isinstance(body, dict) or body.keys() - {"reward", "error"}:
-            raise Refused(400, "an end has reward or error, and nothing else")
-        try:
+        with form.reading():
             reward = as_reward(body.get("reward"))
-        except BadValue as error:
-            raise Refused(400, str(error)) from None
-        error = body.get("error")
-        if error is not None and (reward is not None or not isinstance(error, str)):
-            raise Refused(400, "error: a text, and no reward next to it")
+            error = body.get("error")
+            if body.keys() - {"reward", "error"} or (error is not None and (reward is not None or not isinstance(error, str))):
+                raise ValueError("an end has a reward, or an error as text, and nothing else")
         self._news.put_nowait(End(reward, None if error is None else f"was ended by its worker: {error or 'no reason'}"))
         self.refuse(Refused(410, ENDED))
 
@@ -277,18 +271,9 @@ class Session:
         """Give the agent the model's turn. Return the number of the history that its next call extends and the tokens that the
         call adds to it; or the agent's reward."""
         call = self.open_call
-        turns = self._turns(call)
         conversation = self.conversations[self._at]
-        parts, malformed = said(turns, item["ids"])
-        parts["content"], _ = before(parts["content"], call.call.stop)
-        parts = call.growing.whole(parts) if call.growing else parts
-        conversation.is_cut = item["ids"][-1] not in turns.end_tokens
-        is_cut = conversation.is_cut and not item.get("ended")  # by a stop string
-        stopped_by = before(turns.text(item["ids"]), call.call.stop)[1] if call.call.stop else ""
-        known = {"sampled": len(item["ids"]), "is_cut": is_cut, "stopped_by": stopped_by, "is_whole": True}
-        answer = dataclasses.replace(call.begun, **parts, **known)
-        message = form.said(answer.content, *((its["name"], its["arguments"]) for its in answer.calls))
-        conversation.messages = [*call.call.messages, message]
+        answer, malformed, conversation.is_cut = call.answered(item["ids"])
+        conversation.messages = [*call.call.messages, form.said(answer.content, answer.calls)]
         conversation.tokens += len(item["ids"])
         self.answered.append((conversation.messages, answer))
         call.end(answer)
@@ -322,28 +307,25 @@ class Session:
     def _take(self, call: OpenCall) -> dict:
         """Return the number of the longest conversation that the call extends, or of a new one, and the tokens that it adds;
         its limit; and the name of its stream."""
-        messages = call.call.messages
-        extended = [i for i, conversation in enumerate(self.conversations) if _extends(call.call, conversation)]
-        turns = self._turns(call)
+        wanted = call.call
+        added = wanted.messages
+        extended = [i for i, conversation in enumerate(self.conversations) if _extends(wanted, conversation)]
+        turns = self.agents.turns_of(json.dumps(wanted.tools))
         if extended:
             self._at = max(extended, key=lambda i: len(self.conversations[i].messages))
             conversation = self.conversations[self._at]
-            messages = messages[len(conversation.messages) :]
-            ids = turns.between(messages, conversation.is_cut)
+            added = added[len(conversation.messages) :]
+            ids = turns.between(added, conversation.is_cut)
         else:
             self._at = len(self.conversations)
-            ids = turns.conversation(messages)
-            self.conversations.append(Conversation([], call.call.tools, 0))
-        self.conversations[self._at].tokens += len(ids)
-        call.begun = Answer(len(self.answered), call.index, self.conversations[self._at].tokens)
-        wanted = call.call
-        call.growing = Growing(turns, wanted.stop) if wanted.streams else None
-        stream = self.key if wanted.streams else None
+            ids = turns.prompt([], added)
+            conversation = Conversation([], wanted.tools, 0)
+            self.conversations.append(conversation)
+        conversation.tokens += len(ids)
+        call.begin(turns, Answer(len(self.answered), call.index, conversation.tokens))
         limits = {"most": wanted.most, "schema": wanted.schema, "stop": wanted.stop}
-        return {"history": self._at, "ids": ids, "stream": stream, **limits, **pictures.sent(messages)}
-
-    def _turns(self, call: OpenCall) -> Turns:
-        return self.agents.turns_of(json.dumps(call.call.tools))
+        stream = self.key if wanted.streams else None
+        return {"history": self._at, "ids": ids, "stream": stream, **limits, **pictures.sent(added)}
 
 
 def _extends(call: Call, conversation: Conversation) -> bool:

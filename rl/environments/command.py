@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.environments import descendants
-from rl.environments.descendants import Children
+from rl.children.child import Children, adopt_orphans, how_it_ended
 from rl.environments.protocols import form
-from rl.rewards.worker import how_it_ended
 
 LARGEST = 1 << 26  # bytes of a line that it prints
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
@@ -47,7 +45,7 @@ class Command:
         with tempfile.TemporaryFile() as row:
             row.write(json.dumps(offer["row"]).encode())
             row.seek(0)
-            own = {"start_new_session": True, "preexec_fn": descendants.adopt_orphans}
+            own = {"start_new_session": True, "preexec_fn": adopt_orphans}
             pipes = {"stdin": row, "stdout": subprocess.PIPE}
             self._process = subprocess.Popen(shlex.split(command), env=environment, **pipes, **own)
         self._last = b""

@@ -15,8 +15,8 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rl.children.child import BadValue
 from rl.errors import ImageError
-from rl.rewards.worker import BadValue
 
 MARK = "\ue001"  # a private-use character, which is removed from text
 TEXT_ALONE = "an image, and --model takes text alone: take a model of images and text (docs/images.md)"
@@ -58,6 +58,14 @@ def parts_of(message: dict) -> dict:
         parts += [{"type": "image", "image": next(files)}, {"type": "text", "text": text}]
     kept = {name: value for name, value in message.items() if name != "images"}
     return kept | {"content": [part for part in parts if part.get("text") != ""]}
+
+
+def behind(messages: list[dict], added: list[dict] | dict) -> list[dict]:
+    """Return a prompt with what is added to it: messages, or content for the last one."""
+    if not isinstance(added, dict):
+        return [*messages, *added]
+    *before, last = messages or [{"role": "user", "content": ""}]
+    return [*before, last | added | {"content": last["content"] + added["content"]}]
 
 
 def sent(messages: list[dict]) -> dict:

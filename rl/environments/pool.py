@@ -1,41 +1,26 @@
 """A rank's environments and agents: their answers are read between two decoding steps, and nothing here waits for one.
 
-If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/pool.py.
+If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/score.py.
 They are played in another process, rl/environments/worker.py.
 """
 
-import contextlib
-import json
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl import printable
+from rl.children.server import Server, as_json, without_secrets
 from rl.data.tools import Tools
 from rl.environments.args import EnvironmentArgs
-from rl.environments.descendants import python_path
-from rl.environments.environment import reward_environment
 from rl.errors import UserError
-from rl.rewards.pool import plain
+from rl.printable import one_line
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep
 
-START_LIMIT = 120  # seconds to import the tokenizer and the user's file
 LINGER = 5.0  # seconds after the run in which workers learn of its end
 SECRET = "SERVE_POLICY_KEY"  # the environment variable with the secret of workers
 SHORTEST_SECRET = 16  # characters
-LAST_WORDS = 1.0  # seconds to pass on what was printed: if the process was killed, one that is left may hold the pipe open
-PATIENCE = 10  # seconds that the process may take to end all that it has started
 
 
 class Environments:
@@ -81,44 +66,18 @@ class Environments:
         self._keys: dict[int, Hashable] = {}
         self._start()
 
-    # -- the process
-
     def _start(self) -> None:
         """Start the process. Set, by the name of the environment, `tools` and whether it `scores_at_end`; and `note`, for the
         user."""
-        self._socket, theirs = socket.socketpair()
-        env = reward_environment(os.environ, os.environ.get("RL_PASS_ENV", "").split())
-        env["PYTHONPATH"] = python_path(str(Path(__file__).resolve().parents[2]))
-        command = [sys.executable, "-m", "rl.environments.worker"]
-        pipes = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        self._process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
-        theirs.close()
-        shown = (self._process.stderr, "the environment")
-        printer = threading.Thread(target=printable.pass_on, args=shown, daemon=True)
-        printer.start()
-        self._finalizer = weakref.finalize(self, _end, self._process, self._socket, printer)
-        self._unread, self._unwritten = b"", b""
-        ready = self._ordered(self._settings)
+        environment = without_secrets(os.environ, os.environ.get("RL_PASS_ENV", "").split())
+        flag = " ".join(self.args.environment_flag)
+        self._server = Server("rl.environments.worker", self._settings, environment, flag, "the environment")
+        ready = self._server.ready
         self.tools = {name: Tools(**tools) for name, tools in ready["tools"].items()}
         self.scores_at_end = ready["scores_at_end"]
         self.note = ready["note"]
         if self._engine is not None:
             self.serve(self._engine)
-
-    def _ordered(self, order: dict) -> dict:
-        """Return the answer to a message that is for no episode. Raise UserError if it failed."""
-        self._socket.settimeout(START_LIMIT)
-        try:
-            self._socket.sendall(self._unwritten + json.dumps(order).encode() + b"\n")
-            with self._socket.makefile() as lines:
-                answer = json.loads(lines.readline() or '{"failed": "its process ended"}')
-        except OSError as error:
-            answer = {"failed": f"its process is not ready: {error}"}
-        self._socket.setblocking(False)
-        if "failed" in answer:
-            self._finalizer()
-            raise UserError(f"{' '.join(self.args.environment_flag)}: {answer['failed']}")
-        return answer
 
     def check(self) -> None:
         """Raise UserError on a rank that generates if it lacks the secret of --serve-policy."""
@@ -135,17 +94,16 @@ class Environments:
         host, port = self.args.serve_address or ("127.0.0.1", 0)
         secret = os.environ.get(SECRET, "") if self.args.serve_policy else ""
         order = {"do": "listen", "host": host, "port": port + engine if port else 0, "secret": secret}
-        self.url = self._ordered(order)["url"]
+        self.url = self._server.ask(order)["url"]
         if self.args.serve_policy:
             print(f"episodes for workers: {self.url}/episodes/next, with the key in {SECRET} (docs/agents.md)", flush=True)
 
     def close(self) -> None:
         """End all episodes. Workers learn that the run has ended."""
         if self.args.serve_policy and self._engine is not None:
-            self._unwritten += b'{"do": "finish"}\n'
-            self._write()
+            self._server.send(as_json({"do": "finish"}))
             time.sleep(LINGER)
-        self._finalizer()
+        self._server.close()
 
     # -- episodes
 
@@ -159,16 +117,12 @@ class Environments:
         self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row), **more)
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
-        """Ask an episode to "reset", to "replay" its recorded turns, to "step" after the model's turn, or for the reward at an
-        early "end"."""
-        message = {"episode": self._numbers[key], "do": what} | item
-        self._unwritten += json.dumps(message, default=plain).encode() + b"\n"
-        self._write()
+        """Ask an episode to "reset", to "step" after the model's turn, or for the reward at an early "end"."""
+        self._server.send(as_json({"episode": self._numbers[key], "do": what} | item))
 
     def pass_on(self, parts: dict[str, list[int]]) -> None:
         """Send tokens that were sampled, by the name of the stream that wants them."""
-        self._unwritten += json.dumps({"do": "parts", "parts": parts}).encode() + b"\n"
-        self._write()
+        self._server.send(as_json({"do": "parts", "parts": parts}))
 
     def end(self, key: Hashable) -> None:
         """End an episode, unless it has ended."""
@@ -179,20 +133,10 @@ class Environments:
     def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
         """Return (key, answer) for each answer since the last call; wait up to `wait` seconds for one. An answer with "event"
         and "message" ends the episode."""
-        self._write()
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN | (select.POLLOUT if self._unwritten else 0))
-        ready.poll(1000 * wait)
-        answers = []
         try:
-            while data := self._socket.recv(1 << 20):
-                *lines, self._unread = (self._unread + data).split(b"\n")
-                answers += [answer for line in lines if (answer := self._of(json.loads(line)))]
-        except BlockingIOError:
-            return answers
-        except ConnectionError:
-            pass
-        return answers + self._lost()
+            return [found for answer in self._server.receive(wait) if (found := self._of(answer))]
+        except EOFError:
+            return self._lost()
 
     def _of(self, answer: dict) -> tuple[Hashable, dict] | None:
         """Return the key and the answer; None for an episode that was ended meanwhile. Raise UserError if a tape ends."""
@@ -202,31 +146,15 @@ class Environments:
         if key is None:
             return None
         if "event" in answer:
-            answer["message"] = printable.one_line(f"the environment: {answer['message']}")
+            message = answer["message"] or f"no answer after {self.args.env_timeout:g} s (--env-timeout)"
+            answer["message"] = one_line(f"the environment: {message}")
             self.end(key)
         return key, answer
 
-    def _write(self) -> None:
-        """Send what the process has room for."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # `poll` notices that the process has ended
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._socket.send(self._unwritten) :]
-
     def _lost(self) -> list[tuple[Hashable, dict]]:
         """Start another process, because the last one has ended, and all episodes with it. Return their events."""
-        self._finalizer()
+        self._server.close()
         lost = [*self._numbers]
         self._numbers, self._keys = {}, {}
         self._start()
         return [(key, {"event": "died", "message": "the environment: the process in which it ran was ended"}) for key in lost]
-
-
-def _end(process: subprocess.Popen, connection: socket.socket, printer: threading.Thread) -> None:
-    """End the process, which ends all that it has started, and show what was printed."""
-    connection.close()
-    try:
-        process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # not reaped, so no other group can have its number
-        process.wait()
-    printer.join(LAST_WORDS)

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rl.children.child import BadValue
 from rl.environments import pictures
-from rl.rewards.worker import BadValue
 
 if TYPE_CHECKING:
     from rl.environments.turns import Turns
@@ -107,6 +107,13 @@ def as_added(value: Any) -> list[dict] | dict:
     return as_messages(value) if are_messages or not items else as_content(value)
 
 
+def of_trl(message: dict) -> dict:
+    """Return the model's message {role, content, calls} as TRL and environments get it, without malformed calls."""
+    calls = [{"type": "function", "function": call} for call in message["calls"] if isinstance(call, dict)]
+    told = {"role": message["role"], "content": message["content"]}
+    return told | ({"tool_calls": calls} if calls else {})
+
+
 def as_reward(value: Any) -> float | None:
     """Return the reward that the user's code returned. Raise BadValue if it is neither None nor a finite number of fp32."""
     if value is None:
@@ -132,11 +139,8 @@ class OwnEnvironment:
         return as_added(awaited(self.instance.reset(row, seed)))
 
     def step(self, message: dict) -> tuple[list[dict], float | None, bool]:
-        calls = message.pop("calls")
-        good = [{"type": "function", "function": call} for call in calls if isinstance(call, dict)]
-        malformed = [call for call in calls if isinstance(call, str)]
-        message |= ({"tool_calls": good} if good else {}) | ({"malformed": malformed} if malformed else {})
-        answer = awaited(self.instance.step(message))
+        malformed = [call for call in message["calls"] if isinstance(call, str)]
+        answer = awaited(self.instance.step(of_trl(message) | ({"malformed": malformed} if malformed else {})))
         if not isinstance(answer, tuple | list) or len(answer) != 3:
             raise BadValue(f"step returned {answer!r:.100}, not (messages, reward or None, done)")
         messages = as_messages(answer[0])
@@ -309,19 +313,15 @@ class EpisodeProgram:
         if not isinstance(self._prompt, list):
             raise BadValue("reset adds messages to a prompt that is plain text: give prompts as chat messages")
         ids = self._turns.prompt(self._prompt, added)
-        if isinstance(added, dict):
-            *before, last = self._prompt or [{"role": "user", "content": ""}]
-            added = [last | added | {"content": last["content"] + added["content"]}]
-            self._prompt = before
-        self._prompt = [*self._prompt, *map(pictures.parts_of, added)]
-        return {"prompt": ids} | pictures.sent(added)
+        self._prompt = [pictures.parts_of(message) for message in pictures.behind(self._prompt, added)]
+        return {"prompt": ids} | pictures.sent([added] if isinstance(added, dict) else added)
 
     def step(self, item: dict) -> dict:
         """Return the tokens before the model's next turn, and the turn's reward."""
         self._seed += 1  # each turn has its own: it needs none before it
         seed_random(self._seed)
         message = self._turns.message(item["ids"])
-        calls = self._say(message)
+        self._completion.append(of_trl(message))
         self._ids += item["ids"]
         messages, reward, done = self._program.step(message)
         self._completion += map(pictures.parts_of, messages)
@@ -331,23 +331,14 @@ class EpisodeProgram:
         if done:
             reward = self._final(reward)
         self._has_scored = self._has_scored or reward is not None
-        counts = {"calls": sum(calls), "malformed": calls.count(False)}
+        malformed = sum(isinstance(call, str) for call in message["calls"])
+        counts = {"calls": len(message["calls"]) - malformed, "malformed": malformed}
         return {"ids": ids, "reward": reward, "done": done} | counts | ({} if done else pictures.sent(messages))
-
-    def replay(self, item: dict) -> dict:
-        """Repeat the turns of a recorded episode, [tokens, answer's tokens] each. Return the answers; None if one differs from
-        the recorded one."""
-        answers = []
-        for said, recorded in item["turns"]:
-            answers.append(self.step({"ids": said}))
-            if answers[-1]["done"] or answers[-1]["ids"] != recorded:
-                return {"answers": None}
-        return {"answers": answers}
 
     def end(self, item: dict) -> dict:
         """Return the reward of an episode that was cut, perhaps within a turn."""
         if cut := item["ids"][len(self._ids) :]:
-            self._say({"content": self._turns.text(cut), "calls": []})
+            self._completion.append({"role": "assistant", "content": self._turns.text(cut)})
         self._ids = item["ids"]
         return {"reward": self._final(self._program.reward())}
 
@@ -363,13 +354,6 @@ class EpisodeProgram:
         if self._programs.has_state:
             awaited(self._program.instance.set_state(item["state"]))
         return {}
-
-    def _say(self, message: dict) -> list[bool]:
-        """Add a turn of the model, {role, content, calls}. Return whether each of its calls is well formed."""
-        calls = [{"type": "function", "function": call} for call in message["calls"] if isinstance(call, dict)]
-        said = {"role": "assistant", "content": message["content"]}
-        self._completion.append(said | ({"tool_calls": calls} if calls else {}))
-        return [isinstance(call, dict) for call in message["calls"]]
 
     def _final(self, own: float | None) -> float | None:
         """Return the reward at the end: the weighted sum of the environment's own one and the functions'. A reward of None does

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rl.children.child import lost
 from rl.errors import UserError
 from rl.rewards.tape import START, Tape, digest
 from rl.user_file import digest_code
 
 ELSEWHERE = {"timeout", "model", "tape", "programs", "agent"}  # settings without influence, or whose code is read
 COMPARED = ("prompt", "most", "history", "ids", "images", "reward", "done")  # in an answer
-AGAIN = {"asked": "replay", "answers": None}  # the answer with which a response starts over
+AGAIN = {"asked": "again"}  # the answer with which a response starts over
 
 
 def opened(settings: dict, make_warm: Callable) -> Any:
@@ -51,23 +52,20 @@ class TapedEpisode:
     async def begin(cls, *given: Any) -> "TapedEpisode":
         return cls(*given)
 
-    def __init__(self, begin: Callable, failed: Callable, warm: Any):
-        """failed: makes an answer of an exception."""
-        self._begin, self._failed, self._warm = begin, failed, warm
+    def __init__(self, begin: Callable, warm: Any):
+        self._begin, self._warm = begin, warm
         self._episode: Any = None
         self._chain = warm.origin  # a digest of all questions and answers so far
         self._past: list[tuple[dict, dict]] = []  # the questions, with their answers
 
     async def ask(self, item: dict) -> dict:
         warm = self._warm
-        if item["do"] == "replay":
-            return await self._replay(item["turns"])
         if item["do"] == "reset":
             self._place = tuple(item.pop("tape"))
             self._known = {} if self._place in warm.untaped else warm.tape.read(self._place)
             self._reset = item
             warm.untaped.discard(self._place)
-        of = digest(self._chain, item | {"ended": None})  # which recorded turns do not say
+        of = digest(self._chain, item)
         answer = None if self._episode else self._known.get(of)
         if answer is None and warm.tape.is_all:
             turn = f"the answer to turn {len(self._past)} of the model" if self._past else "the start of the episode"
@@ -76,7 +74,7 @@ class TapedEpisode:
             try:
                 answer = await self._really(item)
             except Exception as error:
-                answer = self._failed(error)
+                answer = lost(error)
             if answer is AGAIN:
                 warm.untaped.add(self._place)
                 return answer
@@ -84,17 +82,6 @@ class TapedEpisode:
         self._chain = digest(of, answer)
         self._past.append((item, answer))
         return answer
-
-    async def _replay(self, turns: list) -> dict:
-        """Repeat recorded turns, [tokens, answer's tokens] each."""
-        answers = []
-        for said, ids in turns:
-            answers.append(await self.ask({"do": "step", "ids": said}))
-            if {"event", "failed"} & answers[-1].keys():
-                return answers[-1]
-            if answers[-1].get("ids") != ids or answers[-1]["done"]:
-                return AGAIN
-        return {"answers": answers}
 
     async def _really(self, item: dict) -> dict:
         programs = self._warm.programs and self._warm.programs[self._reset["environment"]]

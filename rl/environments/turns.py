@@ -13,11 +13,11 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
+from rl.children.child import BadValue
 from rl.data.tools import KNOWN, Tools
 from rl.environments import pictures
 from rl.environments.calls import format_of, parse
 from rl.errors import UserError
-from rl.rewards.worker import BadValue
 
 MARK = "mark7f3a"  # in place of the model's text
 BREAK = "\ue000"  # cuts the name of a special token in an answer; a private-use character, removed from answers
@@ -102,19 +102,12 @@ class Turns:
         return [self.tokenizer.convert_tokens_to_ids(end)] * is_cut + self._encode(rest[at + len(end) :], messages)
 
     def prompt(self, messages: list[dict], added: list[dict] | dict) -> list[int]:
-        """Return the tokens of a prompt: its messages, and those that the environment adds, or content for the last one."""
-        if isinstance(added, dict):
-            *before, last = messages or [{"role": "user", "content": ""}]
-            added = [last | added]
-            (data,) = map(self._as_data, added)
-            told = [*before, last | data | {"content": last["content"] + data["content"]}]
-        else:
-            told = [*messages, *self._told(added)]
-        return self._encode(self._render(self.tools.described(told, [*messages, *added])), added)
-
-    def conversation(self, messages: list[dict]) -> list[int]:
-        """Return the tokens of a prompt of an agent's messages, in the form of protocols/form.py. All are data."""
-        return self._encode(self._render(self.tools.described(self._told(messages), messages)), messages)
+        """Return the tokens of a prompt: the row's messages, and those of an environment or agent behind them, or content for
+        the last one, which are data."""
+        is_content = isinstance(added, dict)
+        told = pictures.behind(messages, self._as_data(added) if is_content else self._told(added))
+        text = self._render(self.tools.described(told, pictures.behind(messages, added)))
+        return self._encode(text, [added] if is_content else added)
 
     def message(self, ids: list[int]) -> dict:
         """Return the model's message {role, content, calls}. A call is {"name", "arguments"}, or a malformed one's error."""
@@ -166,9 +159,9 @@ class Turns:
         """Return the message with names of special tokens cut, and with a tool's name and call id, which templates may need."""
         if message.get("images") and not self._images:
             raise BadValue(pictures.TEXT_ALONE)
-        plain = {"role": message["role"], "content": self._cut(message["content"])}
-        plain |= {"images": message["images"]} if message.get("images") else {}
-        if message["role"] != "tool":
+        plain = {name: message[name] for name in ("role", "images") if message.get(name)}
+        plain |= {"content": self._cut(message["content"])}
+        if message.get("role") != "tool":
             return plain
         return plain | {"name": self._cut(message.get("name", "tool")), "tool_call_id": "call00001"}
 

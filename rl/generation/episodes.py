@@ -2,8 +2,9 @@
 
 To the engine an episode is one response that is continued: the environment's answer is appended to its tokens, and the request
 is added again with them as its `so_far`. The mask separates the policy's tokens from the environment's, so runs of equal mask
-values are the turns. A resumed run replays its episodes from these: the environment has to repeat the recorded answers. So does
-an episode whose environment failed in an outage (rl/rewards/outages.py), once it is over.
+values are the turns. A resumed run plays its episodes again, with these turns in place of the engine's, and the environment
+has to repeat the recorded answers. So does an episode whose environment failed in an outage (rl/rewards/outages.py), once it is
+over.
 
 If several ranks share an engine (--rollout-tp), only the first has processes. All ranks poll in the same order, so each poll
 needs one message: the answers that the first rank has read.
@@ -11,9 +12,7 @@ needs one message: the answers that the first rank has read.
 
 import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,13 +20,14 @@ import numpy as np
 from rl.data.job import Job
 from rl.environments.pictures import files_of
 from rl.environments.pool import Environments
-from rl.generation.engine import Engine, EngineRanks, Output, request_seed
-from rl.generation.episode import Episode, Id, Named, named_of, with_answer
+from rl.generation.engine import Engine, EngineRanks, Output, Request, request_seed
+from rl.generation.episode import Episode, History, Id, Named, images_of, named_of, nothing, with_answer
 from rl.generation.responses import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
-from rl.rewards.pool import Score, can_score
+from rl.rewards.pool import can_score
+from rl.rewards.score import Score
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images
@@ -72,12 +72,11 @@ class Episodes(Responses):
         return self.engine.num_unfinished + len(self._resetting) + self._outages.waiting
 
     def start(self, key: Key, work: OpenGroup, before: list[Output | None], prompt: Named | None) -> list[Output]:
-        """Start a prompt's episodes, or replay the recorded ones."""
+        """Start a prompt's episodes, or those of the record."""
         self._has_recorded |= any(before)
         self.working[key] = work
         for request, output in zip(work.requests, before, strict=True):
-            self._of[request.id] = Episode(output, prompt)
-            self._resetting.add(request.id)
+            self._of[request.id] = self._episode(request, output, prompt)
         self._queue.append(key)
         self._admit()
         return []
@@ -121,8 +120,8 @@ class Episodes(Responses):
 
     def unfinished(self) -> list[Output]:
         """Return all unfinished responses so far, including those that the engine does not have."""
-        elsewhere = {id: episode.output for id, episode in self._of.items() if not episode.in_engine}
-        return super().unfinished() + [output or Output(id, [], [], [], "unfinished") for id, output in elsewhere.items()]
+        elsewhere = {id: episode.final or episode.now.output for id, episode in self._of.items() if not episode.in_engine}
+        return super().unfinished() + [output or nothing(id) for id, output in elsewhere.items()]
 
     def pause(self, below: Key) -> None:
         """Take all unfinished responses out of the engine. Their environments' answers wait."""
@@ -155,10 +154,11 @@ class Episodes(Responses):
         if id not in self._of:
             return {}
         episode = self._of[id]
-        sampled = int(self.working[id[0]].added[id[1]].sampled(len(episode.output.token_ids)).sum())
+        work = self.working[id[0]]
+        sampled = int(work.added[id[1]].sampled(len(episode.final.token_ids)).sum())
         own = {}
-        if name := self.args.environment.name_of(self.working[id[0]].prompt.row):
-            score = self.working[id[0]].scores.get(id[1])
+        if name := self.args.environment.name_of(work.prompt.row):
+            score = work.scores.get(id[1])
             own = {f"env/{name}/turns": episode.turns}
             own |= {} if score is None or score.score is None else {f"env/{name}/score": score.score}
         return own | {
@@ -168,7 +168,7 @@ class Episodes(Responses):
             "malformed_calls": episode.malformed,
             "cut_by_turns": float(episode.cut == "turns"),
             "cut_by_length": float(episode.cut == "length"),
-            "environment_seconds": sum(answered for _, answered in episode.seconds),
+            "environment_seconds": sum(answered for of in episode.histories for _, answered in of.seconds),
             "cached_tokens": episode.cached,
             "restarts": episode.restarts,
         }
@@ -236,9 +236,9 @@ class Episodes(Responses):
         """Act on the answers: in lock step by key, not in order of arrival."""
         answers = [item for item in self._answers if item[0][0] >= self.paused_below]
         self._answers = [item for item in self._answers if item[0][0] < self.paused_below]
-        acts = {"reset": self._was_reset, "replay": self._was_replayed, "step": self._answered, "end": self._was_scored}
+        acts = {"reset": self._was_reset, "step": self._answered, "end": self._was_scored, "again": self._start_over}
         for id, answer in sorted(answers, key=lambda item: item[0]) if self._in_lock_step else answers:
-            if id in self._of and not self._of[id].is_over:
+            if id in self._of and not self._of[id].final:
                 act = self._fail if "event" in answer else acts[answer["asked"]]
                 act(id, answer)
 
@@ -250,6 +250,7 @@ class Episodes(Responses):
         work = self.working[key]
         prompt = answer.get("prompt")
         said = prompt, answer.get("images")
+        self._of[id].wants = answer
         self._resetting.discard(id)
         if not prompt and not work.prompt.ids:
             self._refuse(id, "the row has no prompt, and reset adds no message to it")
@@ -262,7 +263,7 @@ class Episodes(Responses):
         else:
             if prompt:
                 files = files_of(answer)
-                images = self._images_of(prompt, np.ones(len(prompt), bool), files) if files else None
+                images = images_of(self.job, prompt, np.ones(len(prompt), bool), files) if files else None
                 text = self.job.tokenizer.decode(self.job.prompts.prep.once(prompt) if files else prompt)
                 work.prompt = dataclasses.replace(work.prompt, ids=prompt, text=text, images=images)
                 work.brings_images = bool(files)
@@ -270,115 +271,100 @@ class Episodes(Responses):
             self._begin(id, said)
 
     def _begin(self, id: Id, said: tuple) -> None:
-        """Start or replay an episode whose group has a prompt, which must be this episode's as well. said: the prompt's tokens
-        and images, of its reset."""
-        key, number = id
-        work = self.working[key]
-        if said != self._prompts[key]:
+        """Start an episode whose group has a prompt, which must be this episode's as well. said: its tokens and images, of the
+        reset."""
+        if said != self._prompts[id[0]]:
             self._refuse(id, "reset adds another prompt than in its group")
             return
-        work.requests[number] = dataclasses.replace(work.requests[number], prompt_ids=work.prompt.ids)
-        output = self._of[id].output
-        if output and self._of[id].prompt != named_of(work.prompt):
-            self._forget(id)
-        if self._of[id].output:
-            self._ask(id, "replay", turns=self._recorded(id)[0])
-        else:
-            self._add(id, None)
-
-    def _images_of(self, ids: list[int], shown: np.ndarray, files: Sequence[bytes]) -> "Images":
-        """Return the images of these tokens. shown: [tokens] bool, those in which an image token is one of an image."""
-        prep = self.job.prompts.prep
-        places = np.flatnonzero((np.array(ids) == prep.image_token) & shown)
-        return prep.over(ids[: places[-1] + 1], places, files)
+        prompt = self.working[id[0]].prompt
+        if self._of[id].known and self._of[id].prompt != named_of(prompt):
+            self._start_over(id)
+            return
+        now = self._of[id].now
+        now.request = dataclasses.replace(now.request, prompt_ids=prompt.ids)
+        self._continue(id)
 
     def _images(self, id: Id, so_far: Output | None) -> "Images | None":
         """Return the images of the prompt and those that the environment has shown behind it."""
-        work = self.working[id[0]]
-        before = self._images_of_prompt(id)
-        added = work.added[id[1]]
+        episode = self._of[id]
+        before = None if episode.active else self.working[id[0]].prompt.images
+        added = episode.now.added
         if not added.images:
             return before
-        prompt = work.requests[id[1]].prompt_ids
+        prompt = episode.now.request.prompt_ids
         tokens = so_far.token_ids if so_far else []
         shown = np.concatenate([np.ones(len(prompt), bool), ~added.sampled(len(tokens))])
-        return self._images_of([*prompt, *tokens], shown, [*(before.sources if before else ()), *added.images])
-
-    def _images_of_prompt(self, id: Id) -> "Images | None":
-        return self.working[id[0]].prompt.images
+        return images_of(self.job, [*prompt, *tokens], shown, [*(before.sources if before else ()), *added.images])
 
     def _refuse(self, id: Id, wrong: str) -> None:
         self._fail(id, {"event": "bad_value", "message": wrong})
 
-    def _recorded(self, id: Id) -> tuple[list[list[list[int]]], bool]:
-        """Return the answered turns of a recorded episode, [tokens, answer's tokens] each, and whether another turn follows."""
-        tokens = self._of[id].output.token_ids
-        sampled = self.working[id[0]].added[id[1]].sampled(len(tokens))
-        runs = [len(list(run)) for _, run in itertools.groupby(sampled)]
-        ends = itertools.accumulate(runs, initial=0)
-        parts = [tokens[begin:end] for begin, end in itertools.pairwise(ends)]
-        return [[said, answer] for said, answer in zip(parts[::2], parts[1::2], strict=False)], len(parts) % 2 == 1
+    # -- what is recorded
 
-    def _was_replayed(self, id: Id, answer: dict) -> None:
-        """Continue a recorded episode; start it again if its environment has answered otherwise. Its last turn may be
-        incomplete, because the run or the budget ended."""
+    def _episode(self, request: Request, output: Output | None, prompt: Named | None, restarts: int = 0) -> Episode:
+        """Return a new episode. output, prompt: recorded ones."""
+        key, number = request.id
+        self._resetting.add(request.id)
+        history = History(request, output, self.working[key].added[number])
+        return Episode([history], prompt, len(output.token_ids) if output else 0, restarts=restarts)
+
+    def _continue(self, id: Id) -> None:
+        """Let the record give the next turn, or the engine. The record's last turn may be incomplete, because the run or the
+        budget ended."""
         episode = self._of[id]
-        turns, is_last_open = self._recorded(id)
-        files = [file for of_turn in answer["answers"] or () for file in files_of(of_turn)]
-        if answer["answers"] is None or files != self.working[id[0]].added[id[1]].images:
-            self._end_process(id)
-            self._forget(id)
-            self._start_process(id)
-            return
+        now = episode.now
+        if now.at >= episode.known:
+            return self._add(id)
         episode.began = time.monotonic()  # nothing is sampled again
-        for (said, ids), of_turn in zip(turns, answer["answers"], strict=True):
-            episode.say(episode.at + len(said))
-            episode.add(of_turn | {"seconds": answer["seconds"] / len(turns)})
-            episode.at += len(ids)
-        tokens = episode.output.token_ids
-        stop = self.working[id[0]].requests[id[1]].sampling.stop
-        if is_last_open and (tokens[-1] in self.end_tokens or (stop and stop.complete(tokens, episode.at))):
-            self._ask(id, "step", ids=episode.say(len(tokens)))
-        elif episode.output.finish_reason == "unfinished":
-            self._add(id, episode.output)
+        tokens = now.output.token_ids
+        end = now.end_of_run()
+        stop = now.request.sampling.stop
+        if end < len(tokens) or tokens[-1] in self.end_tokens or (stop and stop.complete(tokens, now.at)):
+            self._ask(id, "step", ids=episode.say(end))
+        elif now.output.finish_reason == "unfinished":
+            self._add(id)
         else:
             self._cut(id)
 
-    def _forget(self, id: Id) -> None:
+    def _start_over(self, id: Id, answer: dict | None = None) -> None:
+        """Begin an episode again that cannot be played as it was recorded."""
         self.working[id[0]].added.pop(id[1], None)
-        self._of[id] = Episode(restarts=self._of[id].restarts + 1)
+        self._of[id].now.output = None
+        self._play_again(id)
 
     # -- turn after turn
 
-    def _add(self, id: Id, so_far: Output | None) -> None:
+    def _add(self, id: Id) -> None:
         """Let the engine sample the next turn, before turns of prompts that began later. If responses keep their KV cache
         across updates, turns keep it too."""
         key, number = id
         episode = self._of[id]
-        was_playing = bool(episode.output) and episode.output.finish_reason == "unfinished"
+        now = episode.now
         episode.began = time.monotonic()
-        episode.output = None
         episode.in_engine = True
-        so_far = dataclasses.replace(so_far, finish_reason="unfinished") if so_far and so_far.token_ids else None
+        so_far = dataclasses.replace(now.output, finish_reason="unfinished") if now.output and now.output.token_ids else None
+        now.output = None
+        tokens = len(so_far.token_ids) if so_far else 0
         kept = so_far.versions[0] if so_far and getattr(self.args.schedule, "partial_rollout", "") == "keep" else None
         most = self._room(id)
-        if episode.most is not None:
-            most = min(most, (len(so_far.token_ids) if so_far else 0) + episode.most)
-        requests = self.working[key].requests
-        limits = {"max_tokens": most, "schema": episode.schema, "stop": self._stop_of(episode.stop)}
+        if (own := episode.wants.get("most")) is not None:
+            most = min(most, tokens + own)
+        stop = self._stop_of(tuple(episode.wants.get("stop", ())))
+        limits = {"max_tokens": most, "schema": episode.wants.get("schema", ""), "stop": stop}
         request = dataclasses.replace(
-            requests[number],
-            sampling=dataclasses.replace(requests[number].sampling, **limits),
+            now.request,
+            sampling=dataclasses.replace(now.request.sampling, **limits),
             so_far=so_far,
-            turn=episode.at,
+            turn=now.at,
             images=self._images(id, so_far),
             priority=key.place,
             kv_version=kept,
         )
-        requests[number] = request
+        self.working[key].requests[number] = request
         if self._requests is None:
             self.engine.add(request)
         else:
+            was_playing = 0 < episode.known == tokens
             self._requests.append((not was_playing, id, request))
 
     def _make_stop(self, strings: tuple[str, ...]) -> StopStrings | None:
@@ -394,43 +380,44 @@ class Episodes(Responses):
         """Give a turn that the engine has finished to its environment, unless it is the last."""
         episode = self._of[output.id]
         episode.cached += output.cached if episode.turns else 0
-        episode.output = output
+        episode.now.output = output
         episode.in_engine = False
         if episode.event:
             self._finish(output.id, "stop")
         elif output.finish_reason == "length" and len(output.token_ids) >= self._room(output.id):
             self._cut(output.id)
         else:
-            ended = output.finish_reason == "stop"
-            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)), ended=ended)
+            self._ask(output.id, "step", ids=episode.say(len(output.token_ids)))
 
     def _answered(self, id: Id, answer: dict) -> None:
         """Append the environment's answer, which is masked, and continue, or end the episode."""
         episode = self._of[id]
+        now = episode.now
         ids = answer["ids"]
+        files = files_of(answer)
         episode.add(answer)
-        if answer["done"]:
+        repeats = now.at < episode.known
+        if repeats and not episode.is_recorded(answer, files):
+            self._start_over(id)
+        elif answer["done"]:
             self._finish(id, "stop")
             self._has_worked(id)
-        elif episode.turns >= self.args.environment.max_turns or episode.at + len(ids) >= self._room(id):
+        elif episode.turns >= self.args.environment.max_turns or now.at + len(ids) >= self._room(id):
             self._end(id, "turns" if episode.turns >= self.args.environment.max_turns else "length")
         else:
-            if ids:
-                added = self.working[id[0]].added[id[1]]
-                added.mask = np.concatenate([added.sampled(episode.at), np.zeros(len(ids), bool)])
-                episode.at += len(ids)
-            self._show(id, answer)
-            self._add(id, with_answer(episode.output, ids))
-
-    def _show(self, id: Id, answer: dict) -> None:
-        self.working[id[0]].added[id[1]].images += files_of(answer)
+            episode.wants = answer
+            if ids and not repeats:
+                now.added.mask = np.concatenate([now.added.sampled(now.at), np.zeros(len(ids), bool)])
+                now.output = with_answer(now.output, ids)
+            now.added.images += [] if repeats else files
+            now.at += len(ids)
+            self._continue(id)
 
     # -- the end
 
     def _cut(self, id: Id) -> None:
         """End an episode whose turn the budget has cut. Its environment does not get the turn."""
-        episode = self._of[id]
-        episode.say(len(episode.output.token_ids))
+        self._of[id].say(len(self._of[id].now.output.token_ids))
         self._end(id, "length")
 
     def _end(self, id: Id, cut: str) -> None:
@@ -439,7 +426,7 @@ class Episodes(Responses):
         episode.cut = cut
         name = self.args.environment.name_of(self.working[id[0]].prompt.row)
         if self.environments.scores_at_end[name] and not episode.rewards:
-            self._ask(id, "end", ids=episode.output.token_ids)
+            self._ask(id, "end", ids=episode.now.output.token_ids)
         else:
             self._finish(id, "length")
 
@@ -449,12 +436,17 @@ class Episodes(Responses):
         self._has_worked(id)
 
     def _finish(self, id: Id, reason: str) -> None:
-        episode = self._of[id]
+        work = self.working[id[0]]
         self._end_process(id)
-        episode.is_over = True
-        episode.output = dataclasses.replace(episode.output, finish_reason=reason)
-        self.working[id[0]].seconds[id[1]] = [[round(its, 3) for its in of_turn] for of_turn in episode.seconds]
-        self._ended.append(episode.output)
+        whole = self._whole(id)
+        work.added[id[1]] = whole.added
+        work.seconds[id[1]] = [[round(its, 3) for its in of_turn] for of_turn in whole.seconds]
+        self._of[id].final = dataclasses.replace(whole.output, finish_reason=reason)
+        self._ended.append(self._of[id].final)
+
+    def _whole(self, id: Id) -> History:
+        """Return an ended episode as one history."""
+        return self._of[id].now
 
     def _fail(self, id: Id, answer: dict) -> None:
         """End an episode whose environment has failed. Only this response is lost. One that has not begun may try once more."""
@@ -475,7 +467,7 @@ class Episodes(Responses):
         for id, score in failed:
             episode = self._of[id]
             episode.event = score
-            episode.output = episode.output or Output(id, [], [], [], "length")
+            episode.now.output = episode.now.output or nothing(id)
             self._finish(id, "stop")
 
     # -- outages of environments
@@ -490,9 +482,9 @@ class Episodes(Responses):
             self._lose(self._outages.look(not (self.engine.num_unfinished or self._processes or self._queue)))
 
     def _play_again(self, id: Id) -> None:
-        """Reset the environment of an episode that failed, and replay its turns."""
-        failed = self._of[id]
-        prompt = failed.prompt or named_of(self.working[id[0]].prompt)
-        self._of[id] = Episode(failed.output, prompt, restarts=failed.restarts + 1)
-        self._resetting.add(id)
+        """Reset the environment of an episode, and play its turns again."""
+        before = self._of[id]
+        self._end_process(id)
+        prompt = before.prompt or named_of(self.working[id[0]].prompt)
+        self._of[id] = self._episode(before.histories[0].request, before.now.output, prompt, before.restarts + 1)
         self._start_process(id)

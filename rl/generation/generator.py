@@ -28,7 +28,8 @@ from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.ranks import dist
 from rl.ranks.device import is_accelerator
 from rl.ranks.timers import Timers
-from rl.rewards.pool import GREEDY, Score, ScoringPool, overlong_penalty
+from rl.rewards.pool import ScoringPool
+from rl.rewards.score import GREEDY, Score, overlong_penalty
 from rl.samples.group import PENALTY, UNPENALISED, Group
 
 if TYPE_CHECKING:

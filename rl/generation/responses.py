@@ -19,7 +19,7 @@ import numpy as np
 from rl.data.prompts import Prompt
 from rl.generation.engine import Engine, Output, Request
 from rl.ranks.timers import Timers
-from rl.rewards.pool import Score
+from rl.rewards.score import Score
 from rl.samples.group import Group, Response
 
 

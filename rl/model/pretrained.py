@@ -55,7 +55,11 @@ def resolve(model: str) -> str:
     """The directory of "demo" or one of its variants, made on first use; a directory or a hub name stays as it is."""
     if model not in DEMOS:
         return model
-    from examples.demo.sums import model_dir  # late: few need it
+    from examples.demo import directory, is_made  # late: few need it
+
+    if is_made(directory(model)):
+        return str(directory(model))
+    from examples.demo.sums import model_dir
 
     return model_dir(model)
 

@@ -1,208 +1,274 @@
-"""The parent of a rank's scoring processes: `python -m rl.rewards.host SETTINGS`, started by rl/rewards/pool.py.
+"""The scoring processes of a rank: `python -m rl.rewards.host`, started by rl/rewards/scorers.py.
 
-It reads a response per line, gives it to a scoring process (rl/rewards/worker.py), and writes a line with its reply. pebble
-ends a process that takes too long, and notices if one ends. If the process worked on several responses, any of them may be at
-fault: each is scored again, alone, so that only the one at fault gets no score.
+This process hands responses to its children (rl/children/child.py), which call the user's functions or the built-in graders,
+and replies to the rank. If a child that worked on several responses is lost, any of them may be at fault: each is scored again,
+alone, so that only the one at fault gets no score. Neither torch nor transformers is imported, so a child starts quickly.
 """
 
+import asyncio
+import inspect
 import json
-import os
-import signal
-import sys
-import threading
+import resource
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from queue import Empty, SimpleQueue
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from rl.children import child
+from rl.children.child import BadValue, Child, Children, Died
+from rl.errors import UserError
+from rl.user_file import import_file, split_code
 
-from rl.rewards import worker
-
-START_LIMIT = 60  # seconds that a scoring process may take to import the user's file
+START_LIMIT = 60  # seconds that a child may take to import the user's file
 FIRST_CALL = 60  # extra seconds for the very first response: the function may import or load something
-AT_ONCE = 64  # responses that an async function works on at once in each process
-QUICK = 0.1  # seconds of work that a process gets at once, so that quick functions do not wait for messages
-GONE = 5  # seconds after its end in which pebble has said what became of a process, or never will
+AT_ONCE = 64  # responses that an async function works on at once in each child
+QUICK = 0.1  # seconds of work that a child gets at once, so that quick functions do not wait for messages
+LOOK = 0.02  # seconds between looks for new responses while an async function works on others
 BLOCKED = "the reward function blocked its event loop: await what takes time, or give it to asyncio.to_thread"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # that a verifier is called with, by name
+OPTIONAL = ("prompt", "step", "split")  # that a user's function may name as well
 
 
-class Lost(Exception):
-    """The loss of a scoring process. `event` is one of rl/rewards/pool.py's EVENTS."""
+# ------------------------------------------------------------------------------------------------------------ in a child
 
-    def __init__(self, event: str, message: str):
-        super().__init__(message)
-        self.event = event
+
+class Scorer:
+    """What answers in a child: the functions of path/to/file.py:f,g, called as one, whose score is the sum of theirs; or the
+    built-in graders. A reply is a string of JSON: {"value": ...}, or a failure."""
+
+    def __init__(self, settings: dict):
+        """Raise UserError if a function cannot be called as a verifier."""
+        resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"],) * 2)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of async functions
+        self._tasks: dict[str, tuple[asyncio.Task, float]] = {}  # number of a response -> its call, and when its time is up
+        self._calls: list[tuple[Callable, tuple[str, ...]]] = []  # functions, and the arguments that each is called with
+        if settings["spec"]:
+            path, names = split_code(settings["spec"])
+            module = import_file(path, "user_reward")
+            self._names = names.split(",")
+            self._weights = settings["weights"] or [1.0] * len(self._names)
+            for name in self._names:
+                function = getattr(module, name, None)
+                if not callable(function):
+                    raise UserError(f"{path} has no function {name!r}")
+                self._calls.append((function, ARGUMENTS + _further(name, function)))
+        if any(_is_async(function) for function, _ in self._calls):
+            self._loop = asyncio.new_event_loop()
+
+    def load(self, settings: dict) -> dict:
+        """Return whether a function "is_async", and what of OPTIONAL they "take"."""
+        takes = {name for _, names in self._calls for name in names if name in OPTIONAL}
+        return {"is_async": bool(self._loop), "takes": sorted(takes)}
+
+    def score(self, question: dict) -> dict[str, str]:
+        """Score responses one after the other. Return number -> reply."""
+        replies = {}
+        for number, item in question["items"].items():
+            try:
+                self._reply(item).send(None)
+            except StopIteration as end:  # nothing is awaited
+                replies[number] = end.value
+        return replies
+
+    def advance(self, question: dict) -> dict[str, str]:
+        """Begin to score further responses with the async function. Return the replies of those that have ended since the last
+        call, after at most LOOK seconds. Each may take `seconds`."""
+        asyncio.set_event_loop(self._loop)
+        for number, item in question["items"].items():
+            self._tasks[number] = self._loop.create_task(self._reply(item)), time.monotonic() + question["seconds"]
+        tasks = [task for task, _ in self._tasks.values()]
+        self._loop.run_until_complete(asyncio.wait(tasks, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED))
+        replies = {}
+        for number, (task, until) in self._tasks.items():
+            if task.done():
+                replies[number] = task.result()
+            elif time.monotonic() > until:
+                task.cancel()
+                replies[number] = json.dumps({"event": "timeout", "message": ""})
+        for number in replies:
+            del self._tasks[number]
+        return replies
+
+    async def _reply(self, item: dict) -> str:
+        """Return the reply for a response."""
+        try:
+            if not self._calls:
+                from rl.rewards.verifiers import grade  # late: only the built-in graders need it
+
+                return _as_json(grade(**item))
+            values = []
+            for function, names in self._calls:
+                value = function(**{name: item[name] for name in names})
+                values.append(await value if self._loop and inspect.isawaitable(value) else value)
+            return _as_json(self._sum(values))
+        except BaseException as error:
+            return json.dumps(child.failure(error))
+
+    def _sum(self, values: list) -> Any:
+        """Return the weighted sum of the functions' scores, each under its name, and all their further numbers."""
+        if len(values) == 1 and self._weights[0] == 1:
+            return values[0]
+        total = 0.0
+        extra = {}
+        for name, weight, value in zip(self._names, self._weights, values, strict=True):
+            try:
+                extra |= {name: float(value["score"])} | value if isinstance(value, dict) else {name: float(value)}
+            except (KeyError, TypeError, ValueError):
+                raise BadValue(f"{name} returned {value!r:.100}, not a number") from None
+            total += weight * extra[name]
+        return extra | {"score": total}
+
+
+def _is_async(function: Callable) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _further(name: str, function: Callable) -> tuple[str, ...]:
+    """Return which of OPTIONAL the function names. Raise UserError if it cannot be called as a verifier."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some callables have none
+        return ()
+    further = tuple(name for name in OPTIONAL if name in signature.parameters)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS + further))
+    except TypeError as error:
+        hint = ". TRL's functions must be defined in this file, with def" if "environments" in signature.parameters else ""
+        raise UserError(f"{name}{signature} cannot be called with {', '.join(ARGUMENTS)}: {error}{hint}") from None
+    return further
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps({"value": value}, default=lambda value: value.item())  # numpy and torch scalars
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return json.dumps({"value": str(value)})  # no number, so a bad value
+
+
+# ------------------------------------------------------------------------------------------- in the process that forks them
 
 
 @dataclass
-class Shared:
-    """What the threads of this process share."""
+class Host:
+    """What the lanes share."""
 
-    spec: str  # path/to/file.py:f,g; empty for the built-in graders
-    weights: list[float]  # of the functions
-    timeout: float  # seconds that a response may take
-    memory: int  # bytes that a process may allocate
-    workers: int
-    replies: int  # the file to write to
-    queue: SimpleQueue = field(default_factory=SimpleQueue)  # of responses, as (number, JSON)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    first_calls: list[float] = field(default_factory=list)  # seconds that processes took for their first response
+    settings: dict  # of rl/rewards/scorers.py
+    children: Children
+    rank: asyncio.StreamWriter
+    queue: asyncio.Queue[tuple[int, bytes]] = field(default_factory=asyncio.Queue)  # responses: number, arguments as JSON
+    first_calls: list[float] = field(default_factory=list)  # seconds that children took for their first response
 
     def reply(self, number: int, reply: str) -> None:
-        """Write a line: the number of a response and its reply as JSON, or 0 and news of the start."""
-        data = f"{number} {reply}\n".encode()
-        with self.lock:
-            while data:
-                data = data[os.write(self.replies, data) :]
+        self.rank.write(child.as_line({"number": number, "reply": reply}))
 
 
 class Lane:
-    """A thread with a scoring process, and the responses that the process works on."""
+    """A child, and the responses that it works on."""
 
-    def __init__(self, shared: Shared):
-        self._shared = shared
-        self._suspects: deque[tuple[int, str]] = deque()  # to be scored alone: they were under way when a process was lost
-        self._under_way: dict[int, str] = {}
-        self._room = 1  # responses that the process works on at once
-        self._pool: ProcessPool | None = None
+    def __init__(self, host: Host):
+        self._host = host
+        self._suspects: deque[tuple[int, bytes]] = deque()  # to be scored alone: they were under way when a child was lost
+        self._under_way: dict[int, bytes] = {}
+        self._room = 1  # responses that the child works on at once
 
-    def run(self) -> None:
-        """Score responses until this process ends."""
-        try:
-            loaded = self._start()
-            self._shared.reply(0, json.dumps(loaded))
-            while True:
-                self._score(self._take())
-        except BaseException as error:
-            self._shared.reply(0, json.dumps({"failed": worker.describe(error)}))
-
-    def _start(self) -> dict[str, Any]:
-        """Start a process in place of a lost one. Return what worker.load does. Raise Lost if it cannot load the function."""
-        if self._pool:
-            self._pool.stop()
-            self._pool.join()
-        self._pool = ProcessPool(1, context=get_context("fork"))
-        self._pid: int | None = None
+    async def start(self) -> dict:
+        """Start a child, perhaps in place of a lost one. Return what Scorer.load does. Raise UserError if it cannot."""
         self._has_answered = False
-        self._began = 0.0  # when the process got its first response
+        self._began = 0.0  # when the child got its first response
+        self._child = await Child.begin(self._host.children, Scorer)
         try:
-            loaded = self._ask(worker.load, self._shared.spec, self._shared.weights, self._shared.memory, seconds=START_LIMIT)
-        except Lost as lost:
-            raise Lost(lost.event, f"importing it does not work: {lost}") from None
-        if "failed" in loaded:
-            raise Lost("error", loaded["failed"])
-        self._pid = loaded["pid"]
+            loaded = await self._child.ask(child.as_line({"do": "load"} | self._host.settings), START_LIMIT)
+        except TimeoutError:
+            raise UserError(f"importing it does not work: no answer after {START_LIMIT} s") from None
+        except Died as error:
+            raise UserError(f"importing it does not work: {error}") from None
+        if "event" in loaded:
+            raise UserError(loaded["message"])
         self._is_async = loaded["is_async"]
         self._room = AT_ONCE if self._is_async else 1
         return loaded
 
-    def _ask(self, function: Callable, *arguments: Any, seconds: float) -> Any:
-        """Return the function's value, computed in the scoring process. Raise Lost if the process is lost, and RuntimeError if
-        it had ended before, which pebble does not always notice: the process may have kept the lock of pebble's pipe."""
-        future = self._pool.schedule(function, arguments, timeout=seconds)
-        gone = 0
-        while wait([future], timeout=1.0).not_done:
-            gone += self._pid is not None and not _lives(self._pid)
-            if gone == GONE:
-                raise RuntimeError("the scoring process has ended")
+    async def run(self) -> None:
+        """Score responses until this process ends."""
         try:
-            return future.result()
-        except TimeoutError:
-            raise Lost("timeout", f"no answer after {seconds:g} s") from None
-        except ProcessExpired as error:
-            raise Lost("died", f"the scoring process {worker.how_it_ended(error.exitcode)}") from None
+            while True:
+                await self._score(await self._take())
+        except Exception as error:
+            self._host.rank.write(child.as_line({"failed": child.describe(error)}))
 
-    def _take(self) -> dict[int, str]:
-        """Return further responses for the process, at least one unless some are under way; a suspect is alone."""
+    async def _take(self) -> dict[int, bytes]:
+        """Return further responses for the child, at least one unless some are under way; a suspect is alone."""
         if self._suspects:
             return {} if self._under_way else dict([self._suspects.popleft()])
-        queue = self._shared.queue
-        room = self._room if self._is_async else min(self._room, 1 + queue.qsize() // self._shared.workers)
-        new = {}
-        while len(new) + len(self._under_way) < room:
-            try:
-                number, item = queue.get(block=not (new or self._under_way))
-            except Empty:
-                break
-            new[number] = item
+        queue = self._host.queue
+        new = {} if self._under_way else dict([await queue.get()])
+        room = self._room if self._is_async else min(self._room, 1 + queue.qsize() // self._host.settings["workers"])
+        while len(new) + len(self._under_way) < room and not queue.empty():
+            new |= [queue.get_nowait()]
         return new
 
-    def _score(self, new: dict[int, str]) -> None:
-        """Give the process these responses, and hand on the replies of those that have ended."""
+    async def _score(self, new: dict[int, bytes]) -> None:
+        """Give the child these responses, and hand on the replies of those that have ended."""
+        if self._child.has_ended:  # before: these responses are not at fault
+            self._suspects.extend(self._under_way.items())
+            self._under_way = {}
+            await self.start()
         self._under_way |= new
-        seconds = self._shared.timeout
+        seconds = self._host.settings["timeout"]
         if not self._has_answered:
-            seconds += max(self._shared.first_calls, default=FIRST_CALL)  # to import or load something
+            seconds += max(self._host.first_calls, default=FIRST_CALL)  # to import or load something
         began = time.monotonic()
         self._began = self._began or began
         try:
-            if self._is_async:
-                replies = self._ask(worker.advance, new, seconds, seconds=seconds)
-            else:
-                replies = self._ask(worker.score, new, seconds=seconds)
-        except Lost as lost:
-            self._find_fault(lost)
-            self._start()
-            return
-        except (BrokenProcessPool, RuntimeError):  # the process had ended before: these responses are not at fault
-            self._suspects.extend(self._under_way.items())
-            self._under_way = {}
-            self._start()
+            items = b", ".join(b'"%d": %s' % item for item in new.items())
+            do = b"advance" if self._is_async else b"score"
+            replies = await self._child.ask(b'{"do": "%s", "seconds": %f, "items": {%s}}\n' % (do, seconds, items), seconds)
+        except (TimeoutError, Died) as error:
+            self._find_fault(error)
+            self._child.close()
+            await self.start()
             return
         now = time.monotonic()
         if not self._is_async:
             self._room = max(1, min(AT_ONCE, int(len(new) * QUICK / (now - began))))
         if replies and not self._has_answered:
             self._has_answered = True
-            self._shared.first_calls.append(now - self._began)
+            self._host.first_calls.append(now - self._began)
         for number, reply in replies.items():
-            del self._under_way[number]
-            self._shared.reply(number, reply)
+            del self._under_way[int(number)]
+            self._host.reply(int(number), reply)
 
-    def _find_fault(self, lost: Lost) -> None:
+    def _find_fault(self, error: TimeoutError | Died) -> None:
         """Reply that the response that was under way has no score. If there were several, they become suspects."""
         if not self._has_answered:
-            self._shared.first_calls.append(0.0)  # no import took that long
+            self._host.first_calls.append(0.0)  # no import took that long
         if len(self._under_way) > 1:
             self._suspects.extend(self._under_way.items())
         else:
-            message = (
-                "" if lost.event == "timeout" and not self._is_async else BLOCKED if lost.event == "timeout" else str(lost)
-            )
+            blocked = {"message": BLOCKED} if self._is_async and isinstance(error, TimeoutError) else {}
             for number in self._under_way:
-                self._shared.reply(number, json.dumps({"failed": message, "event": lost.event}))
+                self._host.reply(number, json.dumps(child.lost(error) | blocked))
         self._under_way = {}
 
 
-def _lives(pid: int) -> bool:
+async def serve(rank: socket.socket, settings: dict) -> None:
+    """Score the rank's responses until it closes its end."""
+    reader, writer = await asyncio.open_connection(sock=rank, limit=child.LARGEST)
+    host = Host(settings, Children(), writer)
+    lanes = [Lane(host) for _ in range(settings["workers"])]
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def main(settings: dict) -> None:
-    """Serve until the rank closes its end or ends, and then end everything in this process group."""
-    items = os.fdopen(os.dup(0))  # not sys.stdin, which a fork closes, and would wait for its lock
-    replies = os.dup(1)
-    os.register_at_fork(after_in_child=lambda: os.close(replies))  # only this process writes there
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    shared = Shared(**settings, replies=replies)
-    for _ in range(shared.workers):
-        threading.Thread(target=Lane(shared).run, daemon=True).start()
-    for line in items:
-        number, _, item = line.partition(" ")
-        shared.queue.put((int(number), item))
-    os.killpg(0, signal.SIGKILL)
+        ready, *_ = await asyncio.gather(*(lane.start() for lane in lanes))
+    except (UserError, Died) as error:
+        writer.write(child.as_line({"failed": str(error)}))
+        return
+    writer.write(child.as_line(ready))
+    tasks = [asyncio.create_task(lane.run()) for lane in lanes]  # noqa: F841 so that they are not collected
+    while line := await reader.readline():
+        number, _, item = line.rstrip().partition(b" ")
+        host.queue.put_nowait((int(number), item))
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    child.run(lambda rank, settings: asyncio.run(serve(rank, settings)))

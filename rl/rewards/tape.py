@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rl.children.server import plain
 from rl.errors import UserError
-from rl.rewards.pool import plain
 from rl.user_file import digest_code
 
 Place = tuple[str, int]  # of a response's answers: a file in the directory, and its number

@@ -12,8 +12,7 @@ import numpy as np
 
 from rl.errors import UserError
 from rl.ranks.dist import all_gather_bytes
-from rl.rewards.outages import OUT
-from rl.rewards.pool import event_of
+from rl.rewards.score import OUT, event_of
 
 # Names among a response's further numbers, if there is a length penalty
 UNPENALISED = "unpenalised_score"

@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from examples.demo.sums import build_tokenizer
+from rl.children.server import plain
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
-from rl.rewards.pool import plain
 
 TOKENIZER = build_tokenizer()
 CHAT = [{"role": "user", "content": "1+1="}]

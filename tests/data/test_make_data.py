@@ -12,10 +12,11 @@ from helpers import train
 
 from examples import make_data
 from examples.demo.sums import build_tokenizer
+from math_grader import graders
+from math_grader.graders import FORMATS
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
-from rl.rewards import verifiers
-from rl.rewards.verifiers import FORMATS, LOOKED_AT, unasked
+from rl.rewards.verifiers import LOOKED_AT, unasked
 
 GSM8K = [
     {"question": "Ann has 3 pens and buys 1,999 more. How many?", "answer": "3 + 1,999 = <<3+1999=2002>>2,002\n#### 2,002"},
@@ -124,16 +125,16 @@ def dataset(file):
 
 
 RIGHT = {  # a response as each instruction asks for it -> the grader that must find the answer 2 in it
-    verifiers.gsm8k: "one and one\n#### 2",
-    verifiers.math_verify: "one and one: \\boxed{2}",
-    verifiers.math_dapo: "one and one\nAnswer: 2",
-    verifiers.geo3k: "<think>one and one</think> \\boxed{2}",
+    "gsm8k": "one and one\n#### 2",
+    "math_verify": "one and one: \\boxed{2}",
+    "math_dapo": "one and one\nAnswer: 2",
+    "geo3k": "<think>one and one</think> \\boxed{2}",
 }
 
 
-@pytest.mark.parametrize("grader", FORMATS, ids=lambda grader: grader.__name__)
+@pytest.mark.parametrize("grader", FORMATS)
 def test_an_instruction_asks_for_what_its_grader_finds(grader):
-    score = grader("x", RIGHT[grader], "2")
+    score = getattr(graders, grader)("x", RIGHT[grader], "2")
     assert (score["score"] if isinstance(score, dict) else score) == 1
     wanted = FORMATS[grader]
     assert any(mark in wanted.prompt("?") and mark in RIGHT[grader] for mark in wanted.marks)

@@ -5,6 +5,7 @@ without their dependencies, which the project has or which are listed here.
 
 import itertools
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens
-from helpers import free_port
+from helpers import ROOT, free_port
 from test_pool import answers, environments, ids_of, model, tokenizer, wait_for  # noqa: F401 (fixtures)
 
 import train_sync
@@ -135,6 +136,13 @@ def test_a_command_that_is_no_mcp_server_is_refused_at_the_start(model):  # noqa
 def test_a_name_that_no_adapter_has_is_refused_with_those_there_are():
     with pytest.raises(UserError, match=r"--env atari:pong: .*gem, mcp, openenv, reasoning-gym, skyrl-gym, textarena"):
         check(parts.make(train_sync.Args, env="atari:pong"))
+
+
+def test_the_table_of_adapters_counts_their_lines():
+    table = (ROOT / "docs" / "environments.md").read_text()
+    counted = dict(re.findall(r"\(\.\./examples/environments/(\w+\.py)\).*\| (\d+) \|$", table, re.MULTILINE))
+    files = (ROOT / "examples" / "environments").glob("*.py")
+    assert counted == {file.name: str(len(file.read_text().splitlines())) for file in files}
 
 
 @pytest.mark.slow

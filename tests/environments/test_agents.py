@@ -239,13 +239,13 @@ async def ask(session, **body) -> dict:
     return chat.body([answer async for kind, _, answer in session.pieces(call) if kind == "end"])
 
 
-def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools=None, ended=False):
+def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", tools=None, most=None):
     """What the rank hears of an agent that makes these calls, and what the agent hears. said: the tokens of each turn."""
     heard, found = [], []
 
     async def agent(session) -> None:
         for messages in calls:
-            heard.append(await ask(session, messages=messages, tools=tools))
+            heard.append(await ask(session, messages=messages, tools=tools, max_tokens=most))
 
     async def play() -> None:
         of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
@@ -254,7 +254,7 @@ def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", t
         calling = asyncio.create_task(agent(session))
         found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))
         for ids in said:
-            found.append(await session.ask({"do": "step", "ids": ids, "ended": ended}))
+            found.append(await session.ask({"do": "step", "ids": ids}))
         calling.cancel()
 
     asyncio.run(play())
@@ -353,7 +353,7 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
     call = {"id": "c", "type": "function", "function": {"name": "calculate", "arguments": '{"expression": "2*3"}'}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     given = [user("2*3="), said, {"role": "tool", "tool_call_id": "c", "content": f"6{end}"}, user("So?")]
-    ids = turns.conversation(as_messages(given))
+    ids = turns.prompt([], as_messages(given))
     as_object = said | {"tool_calls": [call | {"function": {"name": "calculate", "arguments": {"expression": "2*3"}}}]}
     for messages in ([given[0], as_object, *given[2:]], given):
         try:
@@ -367,11 +367,13 @@ def test_a_conversation_with_calls_is_the_template_s_own(family):
     assert [i for i in ids if i in special] == [i for i in plain if i in special]
 
 
-@pytest.mark.parametrize(("ended", "reason"), [(True, "stop"), (False, "length")])
-def test_a_turn_without_its_end_token_was_cut_unless_a_stop_string_ended_it(ended, reason):
-    """The end token comes before the next message, either way."""
+@pytest.mark.parametrize(("spare", "reason"), [(1, "stop"), (0, "length")])
+def test_a_turn_without_its_end_token_was_cut_unless_a_stop_string_ended_it(spare, reason):
+    """If tokens were left of the call's limit, it was one of the run's. The end token comes before the next message, either
+    way."""
     asked = [[user("2*3=")], [user("2*3="), model_said("<answer>6</answer>"), user("Again.")]]
-    found, heard = played(asked, ids_of("<answer>6</answer>"), ended=ended)
+    ids = ids_of("<answer>6</answer>")
+    found, heard = played(asked, ids, most=len(ids) + spare)
     said = heard[0]["choices"][0]
     assert said["message"]["content"] == "<answer>6</answer>" and said["finish_reason"] == reason
     assert found[1]["ids"] == turns_of("qwen2_5").between([user("Again.")], is_cut=True)

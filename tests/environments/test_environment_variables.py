@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.environments.environment import reward_environment
+from rl.children.server import without_secrets
 
 SECRETS = """
 HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_PROFILE MY_PASSWORD db_passwd SERVICE_CREDENTIALS OPENAI_API_KEY
@@ -15,10 +15,10 @@ KEPT = "PATH HOME LANG PWD OLDPWD LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES PYTHONPAT
 
 def test_secrets_and_the_job_are_kept_back_by_name():
     environment = dict.fromkeys(f"{SECRETS} {OF_THE_JOB} {KEPT}".split(), "value")
-    assert reward_environment(environment).keys() == {*KEPT.split()}
+    assert without_secrets(environment).keys() == {*KEPT.split()}
     named = {"HF_TOKEN", "AWS_PROFILE", "AWS_SECRET_ACCESS_KEY"}
-    assert reward_environment(environment, ["HF_TOKEN", "AWS_*"]).keys() == {*KEPT.split(), *named}
-    assert reward_environment(environment, ["*"]) == environment
+    assert without_secrets(environment, ["HF_TOKEN", "AWS_*"]).keys() == {*KEPT.split(), *named}
+    assert without_secrets(environment, ["*"]) == environment
 
 
 @pytest.mark.parametrize(
@@ -33,4 +33,4 @@ def test_secrets_and_the_job_are_kept_back_by_name():
 )
 def test_a_value_with_a_password_is_kept_back(name, value):
     plain = {"http_proxy": "http://proxy:1", "X": "a:b@c", "PAGE": "https://host/a"}
-    assert reward_environment({name: value, **plain}) == plain
+    assert without_secrets({name: value, **plain}) == plain

@@ -2,18 +2,15 @@
 the same bits in async after kill -9. The model is a random one of one token a byte, whose turns end with common letters."""
 
 import json
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 from families import tokenizer_of
-from helpers import SMALL, bits, eventually, free_port, left_over, run_script, start
+from helpers import SMALL, bits, eventually, free_port, run_killed, run_script
 from test_adapters import OPENENV, PACKAGES, SERVER, WITH
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
@@ -29,6 +26,44 @@ ENVIRONMENTS = {  # name -> the packages, and its flags
     "openenv": ("openenv==0.10.0", ["--env", "openenv:URL"]),
     "mcp": ("", ["--tools", f"mcp:{sys.executable} SERVER", "--reward", "tests/programs/spread_reward.py:score"]),
 }
+
+TRL = '''
+"""A script of TRL, with its own loop, which is not called here."""
+
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Calculator:
+    def reset(self, ground_truth=None, **row) -> None:
+        self.truth, self.calls = ground_truth, 0
+
+    def calculate(self, expression: str) -> str:
+        """Computes a product.
+
+        Args:
+            expression: Two numbers with * between them.
+        """
+        self.calls += 1
+        a, b = expression.split("*")
+        return str(int(a) * int(b))
+
+
+def right(completions, ground_truth, **kwargs):
+    return [float(said[-1]["content"] == truth) for said, truth in zip(completions, ground_truth)]
+
+
+def asks(environments, **kwargs):
+    return [0.25 * (env.calls == 1) for env in environments]
+
+
+def main():
+    config = GRPOConfig(output_dir="out")
+    GRPOTrainer("model", args=config, environment_factory=Calculator, reward_funcs=[right, asks]).train()
+
+
+if __name__ == "__main__":
+    main()
+'''
 
 
 def install(*words: str | Path) -> None:
@@ -48,19 +83,9 @@ def sync_then_killed_async(flags: list, out: Path, env: dict, beside) -> tuple[d
     flags = [*RUN, *flags, "--output-dir", out, "--experiment-name"]
     with beside():
         run_script("train_sync.py", *flags, "sync", env=env, timeout=600)
-    flags = ["--staleness-threshold", 0, *flags]
     with beside():
-        job, mark = start("train_async.py", *flags, "async", env=env, ranks=2)
-        until = time.monotonic() + 300
-        while not (out / "async" / "step_000001" / "config.json").exists() and time.monotonic() < until:
-            time.sleep(0.02)
-        job.send_signal(signal.SIGKILL)
-        job.communicate()
-        while left_over(mark) and time.monotonic() < until:
-            time.sleep(0.1)
-    shutil.rmtree(out / "async" / f"step_{STEPS:06d}", ignore_errors=True)
-    with beside():
-        run_script("train_async.py", *flags, "async", env=env, timeout=600, ranks=2)
+        flags = ["--staleness-threshold", 0, *flags, "async"]
+        run_killed("train_async.py", *flags, run=out / "async", steps=STEPS, env=env, timeout=600, ranks=2)
     assert bits(out / "sync", STEPS) != bits(out / "sync", STEPS - 1)
     lines = [json.loads(line) for line in (out / "sync" / "metrics.jsonl").read_text().splitlines()]
     of_steps = [line for line in lines if line["step"]]
@@ -120,3 +145,17 @@ def test_an_environment_of_a_library_trains_the_same_bits_in_each_mode(name, mod
     flags = ["--model", model, *flags, *TURNS, "--train-files", file, "--val-files", file]
     sync, killed = sync_then_killed_async(flags, tmp_path / "runs", env, beside)
     assert sync == killed
+
+
+def test_a_script_of_trl_trains_the_same_bits_in_each_mode(targets, tmp_path):
+    """Its class, whose tool a model that has learned to call it calls, and its reward functions."""
+    where = targets[""] / "trl"
+    install("pip", "install", "--quiet", "--python", sys.executable, "--no-deps", "--target", where, "trl==1.16.0")
+    (tmp_path / "script.py").write_text(TRL)
+    flags = ["--model", "demo-calculator", "--max-response-length", 24, "--env", f"{tmp_path / 'script.py'}:Calculator"]
+    flags += ["--reward", f"{tmp_path / 'script.py'}:right,asks"]
+    sync, killed = sync_then_killed_async(flags, tmp_path / "runs", {"PYTHONPATH": str(where)}, nullcontext)
+    assert sync == killed
+    of_run = [json.loads(line) for line in (tmp_path / "runs" / "sync" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["reward/extra/tool_calls/mean"], line["critic/score/max"]) for line in of_run if line["step"]]
+    assert all(calls > 0 and most in (0.25, 1.0, 1.25) for calls, most in found)

@@ -46,22 +46,34 @@ from tests.programs.shows import following, picture
 
 def image(number):
     picture(number).save(file := io.BytesIO(), "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return [{{"type": "image_url", "image_url": {{"url": url}}}}, {{"type": "text", "text": "Number?"}}]
+    data = base64.b64encode(file.getvalue()).decode()
+    url, source = "data:image/png;base64," + data, {{"type": "base64", "media_type": "image/png", "data": data}}
+    return {{
+        "chat/completions": [{{"type": "image_url", "image_url": {{"url": url}}}}, {{"type": "text", "text": "Number?"}}],
+        "responses": [{{"type": "input_image", "image_url": url}}, {{"type": "input_text", "text": "Number?"}}],
+        "messages": [{{"type": "image", "source": source}}, {{"type": "text", "text": "Number?"}}],
+    }}[sys.argv[1]]
 
 def ask(messages):
+    # returns the model's message, and its text
     head = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}}
-    body = json.dumps({{"model": "policy", "messages": messages}}).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    given = {{"input": messages}} if sys.argv[1] == "responses" else {{"messages": messages, "max_tokens": 99}}
+    body = json.dumps({{"model": "policy"}} | given).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/" + sys.argv[1], body, head)
+    found = json.load(urllib.request.urlopen(request))
+    if sys.argv[1] == "chat/completions":
+        said = found["choices"][0]["message"]
+        return said, said["content"]
+    said = found["output"][0] if sys.argv[1] == "responses" else {{"role": "assistant", "content": found["content"]}}
+    return said, said["content"][0]["text"]
 
 number = int(json.load(sys.stdin)["ground_truth"])
 messages = [{{"role": "user", "content": image(number)}}]
-said = ask(messages)
+said, _ = ask(messages)
 ask([{{"role": "user", "content": [*image(number + 1), *image(number + 2)]}}])
 messages += [said, {{"role": "user", "content": image(following(number))}}]
-said = ask(messages)
-print(json.dumps({{"reward": float(said["content"] == str(following(number)))}}))
+_, text = ask(messages)
+print(json.dumps({{"reward": float(text == str(following(number)))}}))
 """
 
 
@@ -195,9 +207,10 @@ def test_an_environment_that_shows_another_image_starts_over(demo_vl_model):
 
 
 @pytest.mark.slow
-def test_an_agent_s_images_are_in_each_of_its_conversations(demo_vl_model, tmp_path):
+@pytest.mark.parametrize("protocol", ["chat/completions", "responses", "messages"])
+def test_an_agent_s_images_are_in_each_of_its_conversations(protocol, demo_vl_model, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT.format(root=str(ROOT)))
-    world = World(demo_vl_model, brought, agent=f"{sys.executable} {tmp_path / 'agent.py'}")
+    world = World(demo_vl_model, brought, agent=f"{sys.executable} {tmp_path / 'agent.py'} {protocol}")
     group = world.group()
     log_probs = world.learned(group)
     for response, of_learner in zip(group.responses, log_probs, strict=True):

@@ -78,7 +78,7 @@ def played(pool: Environments, *whats: str) -> dict[str, dict]:
 
 def wait_for(pool: Environments, processes: int) -> None:
     """Until this many are left of the episodes' process and what it has started."""
-    assert eventually(lambda: (pool.poll(), 1 + len(descendants(pool._process.pid)))[1] == processes, 20)
+    assert eventually(lambda: (pool.poll(), 1 + len(descendants(pool._server.pid)))[1] == processes, 20)
 
 
 EVENTS = {
@@ -122,7 +122,7 @@ def test_one_that_hangs_costs_its_time_limit(model):
     assert "ids" in found["good"]
     wait_for(pool, 3)
     pool.close()
-    assert not Path(f"/proc/{pool._process.pid}").exists()
+    assert not Path(f"/proc/{pool._server.pid}").exists()
 
 
 @pytest.mark.slow
@@ -179,20 +179,16 @@ def test_what_reset_adds_is_in_the_prompt(rude, tokenizer):
     rude.end("a")
 
 
-def test_recorded_turns_are_replayed(rude):
-    """A resumed run: an environment that answers otherwise is reported."""
-    begin(rude, "a", "good")
-    said = ids_of("hello<|im_end|>")
-    rude.ask("a", "step", ids=said)
-    known = answers(rude, ["a"])["a"]
-    rude.end("a")
-    for turns in ([[said, known["ids"]]] * 2, [[said, [5]]], []):
+def test_recorded_turns_are_answered_as_they_were(rude):
+    """A resumed run: the same seeds and words."""
+    known = []
+    for _ in range(2):
         begin(rude, "a", "good")
-        rude.ask("a", "replay", turns=turns)
-        found = answers(rude, ["a"])["a"]["answers"]
+        for _ in range(2):
+            rude.ask("a", "step", ids=ids_of("hello<|im_end|>"))
+            known.append(answers(rude, ["a"])["a"]["ids"])
         rude.end("a")
-        differs = turns == [[said, [5]]]
-        assert found is None if differs else [answer["ids"] for answer in found] == [answer for _, answer in turns]
+    assert known[:2] == known[2:]
 
 
 def test_the_answer_of_an_episode_that_was_ended_is_nobody_s(rude):

@@ -2,16 +2,20 @@
 and a stream's text arrives while the turn is sampled."""
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 
 import pytest
 from families import tokenizer_of
 from helpers import eventually
+from PIL import Image
 from test_agents import ASKED, ROW, agents, says, written
 from test_pool import answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
 from test_turns import SCHEMA, turns_of
 
+from rl.environments import pictures
 from rl.environments.agents import Agents
 from rl.environments.protocols import anthropic, chat, responses
 from rl.environments.protocols.form import Answer, Refused, reading
@@ -305,6 +309,42 @@ def test_items_of_responses_are_messages_of_chat_completions():
     assert found[0].messages[3:5] == [{"role": "tool", "content": text, "name": "calculate"} for text in "69"]
 
 
+def test_an_image_is_the_same_in_each_form():
+    """In a message of the user, and in a tool's answer."""
+    Image.new("RGB", (2, 2), "red").save(file := io.BytesIO(), "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    url = f"data:image/png;base64,{data}"
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    shown = {
+        chat: [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": url}}],
+        responses: [{"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": url, "detail": "auto"}],
+        anthropic: [{"type": "text", "text": "See"}, {"type": "image", "source": source}],
+    }
+    function = {"name": "look", "arguments": "{}"}
+    used = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    further = {
+        chat: [
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "c1", "content": shown[chat]},
+        ],
+        responses: [
+            {"type": "function_call", "call_id": "c1"} | function,
+            {"type": "function_call_output", "call_id": "c1", "output": shown[responses]},
+        ],
+        anthropic: [
+            {"role": "assistant", "content": [used]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": shown[anthropic]}]},
+        ],
+    }
+    content = {"content": f"See{pictures.MARK}", "images": [file.getvalue()]}
+    asks = {"role": "assistant", "content": "", "calls": [{"name": "look", "arguments": {}}]}
+    expected = [{"role": "user"} | content, asks, {"role": "tool", "name": "look"} | content]
+    for protocol, more in further.items():
+        given = [{"role": "user", "content": shown[protocol]}, *more]
+        name = "input" if protocol is responses else "messages"
+        assert protocol.call({"model": "policy", name: given}, []).messages == expected
+
+
 @pytest.mark.parametrize(
     ("protocol", "given", "wrong"),
     [
@@ -367,7 +407,7 @@ def test_a_stop_string_ends_the_turn_and_is_not_in_its_text(protocol, name, stre
         for token in ids_of(text) if streams else ():
             await of.order("parts", parts={session.key: [token]})
             await asyncio.sleep(0)
-        step = asyncio.create_task(session.ask({"do": "step", "ids": ids_of(text), "ended": True}))
+        step = asyncio.create_task(session.ask({"do": "step", "ids": ids_of(text)}))
         answers = await calling
         back = [go, {"role": "assistant", "content": answers[0].content}, {"role": "user", "content": "So?"}]
         calling = asyncio.create_task(anext(session.pieces(protocol.call(given | {"messages": back}, []))))

@@ -15,7 +15,7 @@ from rl import parts, ranges
 from rl.environments.programs import BadValue, EpisodeProgram, Programs
 from rl.environments.turns import Turns
 from rl.errors import UserError
-from rl.rewards.worker import import_file
+from rl.user_file import import_file
 
 SCRIPT = '''
 import json

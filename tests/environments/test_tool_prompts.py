@@ -112,7 +112,7 @@ def check_all_is_shown(turns: Turns) -> None:
     """The tools are in the prompt, their answers between turns, and an agent's calls and answers in its conversation."""
     prompt, between = text_of(turns, turns.prompt([USER], [])), text_of(turns, turns.between(ANSWERS[:1]))
     more = [{"role": "assistant", "content": "It is a pet.", "calls": []}, USER]
-    whole = text_of(turns, turns.conversation([USER, CALLS, *ANSWERS[:1], *more]))
+    whole = text_of(turns, turns.prompt([], [USER, CALLS, *ANSWERS[:1], *more]))
     for text in (prompt, whole):
         assert "What is a cat?" in text and all(word in text for word in ("look_up", "Looks a word up.", "word"))
     assert "an animal" in between and "an animal" in whole and "feline" in whole
@@ -126,7 +126,7 @@ def test_what_is_written_is_what_qwen2_5_s_template_writes():
     written._answers_as_user = True
     written._calls = []
     messages = [SYSTEM, USER, CALLS, *ANSWERS, {"role": "assistant", "content": "A pet.", "calls": []}, USER]
-    assert written.conversation(messages) == native.conversation(messages)
+    assert written.prompt([], messages) == native.prompt([], messages)
     assert written.prompt([SYSTEM, USER], []) == native.prompt([SYSTEM, USER], [])
     assert written.between(ANSWERS) == native.between(ANSWERS)
 

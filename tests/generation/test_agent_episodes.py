@@ -246,6 +246,19 @@ def test_random_numbers_are_each_history_s_own():
     assert len(set(seeds)) == 6 and len(seeds) == 8
 
 
+def test_an_agent_that_starts_over_has_the_random_numbers_that_it_had():
+    """A tape has ended within a further history, and the agent does not repeat its calls."""
+    seeds = []
+    generator, played = agents([(1, SUB), (0, ANSWER)], n=1)
+    say, again = played.answer, iter([{}, {"asked": "again"}])
+    played.answer = lambda *given: say(*given) | next(again, {})
+    generator.responses.engine.script = lambda request: seeds.append(request.seed) or script(request)
+    generator.start(0)
+    (response,) = finish(generator).responses
+    assert response.extra["restarts"] == 1 and response.extra["forks"] == 1 and response.score == 1.0
+    assert seeds[:2] == seeds[2:4] and len(seeds) == 5
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_turn_is_passed_on_as_it_is_sampled(resumes):
     """Once, each token in the step that samples it, also if the response is paused meanwhile; only to agents that want it."""

@@ -42,14 +42,10 @@ class Played:
         self.turns[plain(key)] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
 
-    def ask(self, key, what, ids=None, turns=(), ended=False):
+    def ask(self, key, what, ids=None):
         self.asked.append((plain(key), what, ids))
         if what == "end":
             answer = {"seconds": 0.0, "reward": 0.25}
-        elif what == "replay":
-            answers = [self.said(key, of_turn) for of_turn, _ in turns]
-            differs = any(a["done"] or a["ids"] != known for a, (_, known) in zip(answers, turns, strict=True))
-            answer = {"seconds": float(len(turns)), "answers": None if differs else answers}
         else:
             answer = {"seconds": 1.0} | self.said(key, ids)
         self._pending.append((key, {"asked": what} | answer))

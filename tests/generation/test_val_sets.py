@@ -8,13 +8,13 @@ import statistics
 import pytest
 from helpers import train
 
+from math_grader import graders
 from rl.algorithm.metrics import best_of, majority, validation_metrics
 from rl.errors import UserError
 from rl.generation.engine import SamplingArgs
 from rl.generation.val_sets import ValSets
 from rl.record import validations
-from rl.rewards import verifiers
-from rl.rewards.pool import as_score
+from rl.rewards.score import as_score
 
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -89,11 +89,11 @@ def test_the_vote_is_a_metric_of_sources_whose_grader_returns_answers():
 @pytest.mark.parametrize(
     ("grade", "text", "pred"),
     [
-        (verifiers.gsm8k, "so\n#### 18 ", "18"),
-        (verifiers.gsm8k, "eighteen", None),
-        (verifiers.math_verify, "it is \\boxed{\\frac12}", "\\frac12"),
-        (verifiers.math_dapo, "Answer:  1/2\nbye", "1/2"),
-        (verifiers.geo3k, "\\boxed{ 7 }", "7"),
+        (graders.gsm8k, "so\n#### 18 ", "18"),
+        (graders.gsm8k, "eighteen", None),
+        (graders.math_verify, "it is \\boxed{\\frac12}", "\\frac12"),
+        (graders.math_dapo, "Answer:  1/2\nbye", "1/2"),
+        (graders.geo3k, "\\boxed{ 7 }", "7"),
         (lambda *_: {"score": 1, "pred": 7}, "", "7"),
         (lambda *_: {"score": 1}, "", None),
     ],

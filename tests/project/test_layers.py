@@ -13,7 +13,7 @@ LAYERS = [
     ["errors", "printable", "masking", "background", "user_file"],
     ["parts"],
     ["ranges", "class_check"],
-    ["ranks"],
+    ["children", "ranks"],
     ["transport"],
     ["split"],
     ["hub"],
@@ -124,9 +124,9 @@ def test_a_start_of_plain_training_imports_no_room_of_a_feature():
         data.image_prompts data.teacher_prompts data.tools environments.pool generation.episodes generation.vllm
         learning.batch_images learning.compact_adamw model.attention_kernels model.compiled model.expert_parallel model.hybrid
         model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.loggers
-        rewards.host split supervised transport"""
+        children rewards.host rewards.outages rewards.scorers split supervised transport"""
     names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader"]
-    names += ["datasets", "liger_kernel", "mlflow", "openai", "pebble", "peft", "vllm", "wandb"]
+    names += ["datasets", "liger_kernel", "mlflow", "openai", "peft", "vllm", "wandb"]
     code = f"import sys, train_sync; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stderr

@@ -13,7 +13,7 @@ from program_grader import extract, grade, sandbox, verdict
 from program_grader.cases import read_cases, same_text, same_value
 from rl.environments.programs import Programs
 from rl.rewards.pool import RewardArgs, ScoringPool
-from rl.rewards.worker import import_file
+from rl.user_file import import_file
 
 pytestmark = pytest.mark.timeout(300)
 DOUBLE = {"inputs": ["1\n", "2\n", "30\n", "-4\n"], "outputs": ["2\n", "4\n", "60\n", "-8\n"]}

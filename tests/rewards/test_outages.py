@@ -5,10 +5,13 @@ from contextlib import closing
 import pytest
 from helpers import bits, train
 
+from rl.generation.responses import Key
 from rl.record.validations import rows_of
 from rl.rewards.args import RewardArgs
 from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
-from rl.rewards.pool import Score, ScoringPool
+from rl.rewards.pool import ScoringPool
+from rl.rewards.score import Score
+from rl.rewards.tape import Tape
 
 GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")
 OUT = Score(None, event="outage", message="error: the judge is gone")
@@ -174,14 +177,19 @@ def fickle(folder, good: int, bad: int):
 
 
 def test_a_pool_scores_all_responses_of_an_outage(tmp_path, capfd):
+    """And records them: the last that it scored, which shows whether the grader works, is on the tape once."""
+    ids = [(Key(False, number), 0) for number in range(40)]
+    tape = Tape(str(tmp_path / "tape"), None)
     with closing(ScoringPool(RewardArgs(reward=str(fickle(tmp_path / "x", good=5, bad=37))))) as pool:
-        for number in range(40):
-            pool.submit(number, "d", "1" * number, "", None)
+        tape.serve(pool, None, None)
+        for number, id in enumerate(ids):
+            pool.submit(id, "d", "1" * number, "", None)
         found = []
         while pool.pending:
             found += pool.wait(0.2)
-    assert sorted(found, key=lambda pair: pair[0]) == [(number, Score(float(number % 2))) for number in range(40)]
+    assert sorted(found) == [(id, Score(float(number % 2))) for number, id in enumerate(ids)]
     assert not pool.events and "ConnectionError: the judge is gone" in capfd.readouterr().err
+    assert [[*tape.read(tape.place(id)).values()] for id in ids] == [[{"value": float(number % 2)}] for number in range(40)]
 
 
 @pytest.mark.runs

@@ -20,6 +20,27 @@ EXPLOITS = {  # by grader: the text that is paid
     "evaluates": ["not computed, with +"],
     "keywords": ["keywords"],
 }
+OF_TRL = '''
+class Notes:
+    def reset(self, **row):
+        self.notes = [row["data_source"]]
+
+    def keep(self, note: str):
+        """Keeps a note.
+
+        Args:
+            note: What to keep.
+        """
+        self.notes.append(note)
+
+
+def contains(completions, ground_truth, **kwargs):
+    return [float(truth in said[-1]["content"]) for said, truth in zip(completions, ground_truth)]
+
+
+def kept(environments, **kwargs):
+    return [0.5 * (env.notes == ["sums"]) for env in environments]
+'''
 
 
 @pytest.fixture
@@ -119,6 +140,16 @@ def test_an_environment_is_cheated_and_stopped(data, capsys):
         assert f"CHEATS   {name}, in 2 rows, up to 1:" in said, "in the first turn"
     stopped = [line for line in said.splitlines() if line.startswith("STOPS IT")]
     assert len(stopped) == 2 and "a tower of powers: timeout" in stopped[0] and "an exit: " in stopped[1]
+
+
+@pytest.mark.runs
+def test_a_reward_function_of_trl_is_cheated_in_its_environment(data, tmp_path, capsys):
+    """It gets the environment that the texts were said in, and what they were, as in training."""
+    (tmp_path / "script.py").write_text(OF_TRL)
+    env, reward = f"{tmp_path / 'script.py'}:Notes", f"{tmp_path / 'script.py'}:contains,kept"
+    assert rehearse.main(rehearse.Args(env=env, reward=reward, train_files=(str(data),), rows=2)) == 1
+    said = capsys.readouterr().out
+    assert "right answers score up to 1.5" in said and "CHEATS   denied, in 2 rows, up to 1.5:" in said
 
 
 @pytest.mark.runs

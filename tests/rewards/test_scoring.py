@@ -14,16 +14,16 @@ from helpers import ROOT, cpu_limit, train
 
 from rl.errors import UserError
 from rl.ranges import check
-from rl.rewards import host
-from rl.rewards import pool as module
-from rl.rewards.pool import RewardArgs, Score, ScoringPool, as_score, check_sources, overlong_penalty
-from rl.rewards.verifiers import BUILT_IN, code
+from rl.rewards import host, scorers
+from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
+from rl.rewards.score import Score, as_score, overlong_penalty
+from rl.rewards.verifiers import BUILT_IN, CODE, verifier
 
 pytestmark = pytest.mark.timeout(200)
 FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches
 
 REWARD = """
-import asyncio, ctypes, multiprocessing, os, pathlib, signal, subprocess, sys, threading, time
+import asyncio, ctypes, multiprocessing, os, pathlib, signal, subprocess, sys, time
 print("printing at import must not disturb the answers")
 here = pathlib.Path(__file__).parent
 
@@ -52,7 +52,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     do = solution_str
     if (bad := do_it(do)) is not None: return bad
     if do == "wait": later(lambda: None)
-    if do == "exit later": threading.Thread(target=later, args=(lambda: os._exit(int(ground_truth)),)).start()
+    if do == "touch": (here / "touched").touch()
     if do == "hang": time.sleep(1000)
     if do == "hang hard":
         signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL})
@@ -149,7 +149,7 @@ def test_what_is_a_score():
 
 @pytest.mark.parametrize("name", ["score", "in_a_loop"])
 def test_a_bad_response_costs_itself(mine, name, monkeypatch):
-    monkeypatch.setattr(module, "MEMORY", 1 << 29)
+    monkeypatch.setattr(scorers, "MEMORY", 1 << 29)
     texts = [text for bad in EVENTS for text in ("fine", bad)]
     with make_pool(mine + name, workers=2) as pool:
         submit(pool, *texts)
@@ -161,8 +161,8 @@ def test_a_bad_response_costs_itself(mine, name, monkeypatch):
     assert pool.events == {"error": 5, "bad_value": 4, "died": 3} and pool.last_message.keys() == pool.events.keys()
     message = {text: results[number].message for number, text in enumerate(texts)}
     assert message["raise"].startswith("ValueError: no way (") and "mine.py:" in message["raise"]
-    assert message["exit"] == "the scoring process exited with code 3" and "was killed by SIGKILL" in message["kill"]
-    assert message["realtime"] == f"the scoring process was killed by signal {signal.SIGRTMIN + 1}"
+    assert message["exit"] == "its process exited with code 3" and "was killed by SIGKILL" in message["kill"]
+    assert message["realtime"] == f"its process was killed by signal {signal.SIGRTMIN + 1}"
 
 
 @pytest.mark.slow
@@ -229,18 +229,18 @@ def test_a_queued_response_does_not_wait_behind_a_slow_one(mine, tmp_path):
         assert drain(pool)[0].score == 0 and not pool.events
 
 
-def test_scoring_continues_while_the_rank_does_not_look(mine):
+def test_scoring_continues_while_the_rank_does_not_look(mine, tmp_path):
     """An engine step may be long. `submit` and `poll` never block; an item may be longer than a pipe."""
     with make_pool(f"{mine}score") as pool:
         pool.submit(0, "any", "fine", "0", {"text": "x" * 4_000_000})
         for number in range(1, 200):
-            pool.submit(number, "any", "fine", str(number), {"text": "x" * 10_000})
+            pool.submit(number, "any", "fine" if number < 199 else "touch", str(number), {"text": "x" * 10_000})
         deadline = time.monotonic() + 120
         square = torch.eye(300)
-        while pool._done.qsize() < 200:
+        while not (tmp_path / "touched").exists():
             square = square @ square
             assert time.monotonic() < deadline
-        assert {key: score.score for key, score in pool.poll()} == {number: number for number in range(200)}
+        assert {key: score.score for key, score in drain(pool).items()} == {number: number for number in range(200)}
         for number in range(200):
             pool.submit(number, "any", "hang", "1", {"text": "x" * 10_000})
             assert pool.poll() == []
@@ -318,7 +318,7 @@ UNLOADABLE = {
         r"score\(text\) cannot be called with data_source, solution_str",
     ),
     "one argument too many": ("mine.py:score", "def score(n, **_): return 1.0", r"missing a required argument: 'n'"),
-    "dies": ("mine.py:score", "import os; os._exit(1)", "--reward .*does not work: the scoring process exited with code 1"),
+    "dies": ("mine.py:score", "import os; os._exit(1)", "--reward .*does not work: its process exited with code 1"),
     "over the memory limit": ("mine.py:score", "x = bytearray(1 << 36)", r"--reward .*MemoryError.*mine.py:1"),
     "escapes": ("mine.py:score", r"raise ImportError('\x1b]0;title\x07')", r"ImportError: \\x1b\]0;title\\x07 \("),
 }
@@ -337,7 +337,7 @@ def test_a_reward_that_cannot_be_loaded(case, tmp_path):
 
 def test_the_end_of_the_parent_process_is_an_error(mine):
     with make_pool(f"{mine}score") as pool:
-        os.kill(pool._host.pid, signal.SIGKILL)
+        os.kill(pool._scorers._server.pid, signal.SIGKILL)
         submit(pool, "fine")
         with pytest.raises(UserError, match="the process that starts the scoring processes has ended"):
             drain(pool)
@@ -346,9 +346,7 @@ def test_the_end_of_the_parent_process_is_an_error(mine):
 def test_an_unknown_source_is_named():
     with pytest.raises(UserError, match=r"a\.parquet row 7.*'my/data'.*--reward.*openai/gsm8k"):
         check_sources({"demo": "a.parquet row 0", "my/data": "a.parquet row 7"}, RewardArgs())
-    check_sources(
-        dict.fromkeys([source for source in BUILT_IN if BUILT_IN[source] is not code] + ["aime_2025"], "x"), RewardArgs()
-    )
+    check_sources(dict.fromkeys([source for source in BUILT_IN if BUILT_IN[source] != CODE] + ["aime_2025"], "x"), RewardArgs())
     check_sources({"my/data": "x"}, RewardArgs(reward="mine.py:score"))
     with ScoringPool(RewardArgs()) as pool, pytest.raises(UserError, match="'my/data'"):
         pool.submit(0, "my/data", "x", "1", None)
@@ -410,14 +408,15 @@ def test_an_answer_that_a_built_in_grader_cannot_finish_is_wrong(source, worst):
     """A policy that learns to hang the grader would be let off with a masked response."""
     item = {"data_source": source, "solution_str": "hang", "ground_truth": "5", "extra_info": None}
     for event in ("timeout", "error"):
-        assert ScoringPool(RewardArgs())._score(item, {"failed": "", "event": event}).score == worst
-    assert ScoringPool(RewardArgs())._score(item, {"failed": "x", "event": "died"}).error == "died: x"
+        assert scorers.score_of({"message": "", "event": event}, item, RewardArgs()).score == worst
+    assert scorers.score_of({"message": "x", "event": "died"}, item, RewardArgs()).error == "died: x"
 
 
 def test_no_answer_has_the_lowest_score_of_every_built_in_grader():
-    for source, grader in BUILT_IN.items():
+    for source in BUILT_IN:
+        grader = verifier(source)
         value = grader(source, "", "5")
-        if grader is code:  # an answer that it tests wants a sandbox
+        if BUILT_IN[source] == CODE:  # an answer that it tests wants a sandbox
             assert value["score"] == 0
             continue
         wrong = grader(source, "#### 4 \\boxed{4} Answer: 4", "5")

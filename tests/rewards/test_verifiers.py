@@ -9,13 +9,14 @@ from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.rewards.verifiers import BUILT_IN, code, exact, geo3k, gsm8k, gsm8k_flexible, math_dapo, verifier_name
+from math_grader.graders import geo3k, gsm8k, gsm8k_flexible, math_dapo
+from rl.rewards.verifiers import BUILT_IN, CODE, exact, verifier, verifier_name
 
 ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
 
 
 def accuracy(source: str, text: str, truth: str) -> float:
-    value = BUILT_IN[verifier_name(source)](source, text, truth)
+    value = verifier(verifier_name(source))(source, text, truth)
     return value["acc"] if isinstance(value, dict) else value
 
 
@@ -30,16 +31,16 @@ def test_judged_responses(row):
 
 def test_the_table_covers_every_verifier_with_right_and_wrong_responses():
     judged = {BUILT_IN[verifier_name(row["source"])] for row in ROWS if row["right"] and row["wrong"]}
-    assert judged == set(BUILT_IN.values()) - {exact, code} and sum(len(r["right"]) + len(r["wrong"]) for r in ROWS) > 800
+    assert judged == set(BUILT_IN.values()) - {"exact", CODE} and sum(len(r["right"]) + len(r["wrong"]) for r in ROWS) > 800
 
 
 def test_verls_name_math_is_verls_grader():
     """verl serves "math" with DAPO's grader: +1 and -1, and "Answer: " counts before a box."""
-    assert BUILT_IN[verifier_name("math")] is BUILT_IN[verifier_name("math_dapo")] is math_dapo
+    assert verifier(verifier_name("math")) is verifier(verifier_name("math_dapo")) is math_dapo
     assert (
-        BUILT_IN["math"]("math", "Answer: 4", "4")["score"] == 1 and BUILT_IN["math"]("math", "Answer: 5", "4")["score"] == -1
+        verifier("math")("math", "Answer: 4", "4")["score"] == 1 and verifier("math")("math", "Answer: 5", "4")["score"] == -1
     )
-    assert BUILT_IN["math"]("math", "Answer: 5\n\\boxed{4}", "4")["score"] == -1
+    assert verifier("math")("math", "Answer: 5\n\\boxed{4}", "4")["score"] == -1
 
 
 def test_scales():
@@ -68,7 +69,7 @@ GEOMETRY = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "geometr
 @pytest.mark.parametrize(("text", "right", "formed"), GEOMETRY)
 def test_geometry_is_scored_as_in_verl(text, right, formed):
     text, right, formed = map(json.loads, (text, right, formed))
-    value = BUILT_IN[verifier_name("hiyouga/geometry3k")]("hiyouga/geometry3k", text, "5")
+    value = verifier(verifier_name("hiyouga/geometry3k"))("hiyouga/geometry3k", text, "5")
     boxes = re.findall(r"box(?:ed)?\s*\{(\w)\}", text)
     preds = {"pred": boxes[-1]} if boxes else {}
     score = pytest.approx(0.9 * right + 0.1 * formed)

@@ -11,7 +11,8 @@ from helpers import GSM8K, ROOT, cpu_limit
 from wrong_answers import wrong_answers
 
 from math_grader.answers import same
-from rl.rewards.verifiers import BUILT_IN, geo3k, gsm8k, math_dapo, math_verify
+from math_grader.graders import geo3k, gsm8k, math_dapo, math_verify
+from rl.rewards.verifiers import BUILT_IN, verifier
 
 ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
 GEO3K = Path(os.environ.get("RL_GEO3K", ROOT.parent / "shared" / "data" / "geo3k"))  # train.parquet
@@ -67,7 +68,7 @@ def test_right_spellings_never_pay_for_another_answer():
     for source, rows in by_source.items():
         if source == "gsm8k_flexible":
             continue
-        grader = BUILT_IN.get(source, math_dapo)
+        grader = verifier(source) if source in BUILT_IN else math_dapo
         for row, other in product(rows, rows):
             group = next((group for group in EQUIVALENT if row["truth"] in group), {row["truth"]})
             if other["truth"] not in group:

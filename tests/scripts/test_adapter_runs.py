@@ -1,4 +1,5 @@
-"""The workers of examples/environments with their real packages train the bits of a run that has none.
+"""The workers of examples/environments with their real packages train the bits of a run that has none, in sync, and in async
+after kill -9 while they play: they outlive it, and begin the episodes under way again.
 
 Each package is in a virtual environment of its own, in the directory that RL_ADAPTERS names, made as the worker's file says:
 $RL_ADAPTERS/{verifiers,verifiers-old,inspect}. Where there is none, the test skips.
@@ -10,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, free_port, train
+from helpers import ROOT, bits, free_port, run_killed, train
 
 pytestmark = pytest.mark.runs
 
@@ -62,14 +63,16 @@ WORKERS = {  # environment -> the user's file, and the worker's words after the 
     "verifiers-old": (OLDER_VERIFIERS, ["verifiers_worker.py", "sums", "--given", '{"first": 10}']),
     "inspect": (INSPECT, ["inspect_worker.py", "sums.py@sums"]),
 }
-MODES = {"train_sync.py": ([], {}), "train_async.py": (["--staleness-threshold", "0"], {"ranks": 2})}
-FLAGS = ["--max-response-length", "16", "--train-batch-size", "4", "--rollout-n", "4", "--total-training-steps", "3"]
+STEPS = 3
+FLAGS = ["--max-response-length", "16", "--train-batch-size", "4", "--rollout-n", "4", "--total-training-steps", STEPS]
+FLAGS += ["--test-freq", "0", "--save-freq", "1", "--max-ckpt-to-keep", "0", "--experiment-name", "run"]
+MODES = {"sync": [], "async": ["--staleness-threshold", "0"]}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", MODES)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("package", WORKERS)
-def test_a_worker_trains_the_bits_of_a_run_without_it(package, script, demo_model, tmp_path, monkeypatch):
+def test_a_worker_trains_the_bits_of_a_run_without_it(package, mode, demo_model, tmp_path, monkeypatch):
     """The package's score is the reward, the tokens are the model's, and the demo is right in part of its answers."""
     python = Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / package / "bin" / "python"
     if not python.exists():
@@ -81,17 +84,27 @@ def test_a_worker_trains_the_bits_of_a_run_without_it(package, script, demo_mode
     (tmp_path / "reward.py").write_text(REWARD)
     code, (file, *words) = WORKERS[package]
     (tmp_path / "sums.py").write_text(code)
-    plain = ["--train-files", tmp_path / "rows.jsonl", "--reward", f"{tmp_path / 'reward.py'}:right", "--test-freq", "0"]
-    more, how = MODES[script]
-    expected, own, _ = train(script, *FLAGS, *more, *plain, out=tmp_path / "plain", **how)
+    plain = ["--train-files", tmp_path / "rows.jsonl", "--reward", f"{tmp_path / 'reward.py'}:right"]
+    expected, own, _ = train("train_sync.py", *FLAGS, *plain, out=tmp_path / "plain")
     monkeypatch.setenv("SERVE_POLICY_KEY", "0123456789abcdef")
+    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")  # verifiers calls uv
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     port = free_port()
     command = [python, ROOT / "examples" / "environments" / file, f"http://127.0.0.1:{port}", *words]
+    served = [*FLAGS, *MODES[mode], "--train-files", tmp_path / "tasks.jsonl", "--serve-policy", port, "--env-timeout", "120"]
     with subprocess.Popen(command, cwd=tmp_path) as worker:
-        served = ["--train-files", tmp_path / "tasks.jsonl", "--serve-policy", port, "--env-timeout", "120", "--test-freq", "0"]
-        found, run, _ = train(script, *FLAGS, *more, *served, out=tmp_path / "served", timeout=500, **how)
-        assert worker.wait(60) == 0
-    assert bits(run) == bits(own)
-    scores = [expected[step]["critic/score/mean"] for step in (1, 2, 3)]
-    assert [found[step]["critic/score/mean"] for step in (1, 2, 3)] == scores and 0 < min(scores) < 1
+        try:
+            if mode == "sync":
+                _, run, _ = train("train_sync.py", *served, out=tmp_path / "served", timeout=500)
+            else:
+                run = tmp_path / "served" / "run"
+                served += ["--output-dir", tmp_path / "served"]
+                run_killed("train_async.py", *served, run=run, steps=STEPS, timeout=400, ranks=2)
+            assert worker.wait(60) == 0
+        finally:
+            worker.kill()
+    assert bits(run, STEPS) == bits(own, STEPS) != bits(own, STEPS - 1)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = {line["step"]: line["critic/score/mean"] for line in lines if line["step"]}
+    assert scores == {step: expected[step]["critic/score/mean"] for step in range(1, STEPS + 1)}
+    assert 0 < min(scores.values()) < 1 and not any(line["reward/unscored"] for line in lines if line["step"])

@@ -17,7 +17,7 @@ from examples.demo.sums import problems
 GEO3K = Path(os.environ.get("RL_GEO3K", ROOT.parent / "shared" / "data" / "geo3k"))  # train.parquet
 # Some score by which the responses of a random model differ: it is never right.
 REWARD = """
-from rl.rewards.verifiers import geo3k
+from math_grader.graders import geo3k
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
     found = geo3k(data_source, solution_str, ground_truth, extra_info)

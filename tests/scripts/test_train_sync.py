@@ -10,7 +10,7 @@ from helpers import SMALL, accuracies, bits, greedy_answers, run_script, train, 
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
 
-from rl.rewards.pool import EVENTS
+from rl.rewards.score import EVENTS
 
 pytestmark = pytest.mark.runs
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from examples.demo import VERSIONS, directory, is_made
-from rl.environments.descendants import python_path
+from rl.children.server import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet
@@ -320,6 +321,21 @@ def eventually(condition: Callable, seconds: float = 60) -> bool:
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return bool(found)
+
+
+def run_killed(script: str, *flags, run: Path, steps: int, timeout: float = 300, **how) -> None:
+    """Runs a script with kill -9 after its first checkpoint, which is in the directory `run`, and the same command again. No
+    process is left in between; if all `steps` were done by then, the last one is to be done again."""
+    job, mark = start(script, *flags, **how)
+    try:
+        assert eventually(lambda: (run / "step_000001" / "config.json").exists() or job.poll() is not None, timeout)
+        assert job.poll() is None, job.communicate()[0][-6000:]
+    finally:
+        job.kill()
+        job.communicate()
+    assert eventually(lambda: not left_over(mark))
+    shutil.rmtree(run / f"step_{steps:06d}", ignore_errors=True)
+    run_script(script, *flags, timeout=timeout, **how)
 
 
 def train(script: str, *flags, out: Path, **how) -> tuple[dict[int, dict], Path, subprocess.CompletedProcess]:

@@ -2,6 +2,7 @@
 other, and no model is needed."""
 
 import functools
+from collections.abc import Callable
 
 from rl.environments.calls import parse
 from rl.environments.programs import EpisodeProgram, Programs
@@ -31,15 +32,16 @@ class Texts:
 
 
 @functools.cache
-def opened(code: str, are_tools: bool, form: str) -> tuple[Programs, Texts]:
+def opened(code: str, are_tools: bool, form: str, reward: str) -> tuple[Programs, Texts, list[tuple[Callable, float]]]:
+    """Return what an episode is made of. reward: functions in TRL's form, if there are any."""
     programs = Programs(named(code), are_tools)
-    return programs, Texts(programs, form)
+    return programs, Texts(programs, form), [(function, 1.0) for function in named(reward)] if reward else []
 
 
 def play(data_source, solution_str, ground_truth, extra_info):
     """Return the sum of an episode's rewards. extra_info: `program`, as `opened` takes it; `row`; `turns` of the model, and how
     many `times` they come; `seed` and `own_seed`, as in training."""
-    program = EpisodeProgram(*opened(*extra_info["program"]), rewards=[])
+    program = EpisodeProgram(*opened(*extra_info["program"]))
     program.reset(extra_info)
     answers = []
     for text in extra_info["turns"] * extra_info["times"]:

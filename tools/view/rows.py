@@ -43,19 +43,14 @@ class Samples:
         return self.record.groups(step) + self.record.left_out(step)
 
     @cached_property
-    def tokenizer_path(self) -> str:
-        """Of a checkpoint, or else of the model that training began with."""
-        from rl.model.pretrained import resolve
-
-        saved = sorted(self.run_dir.glob("step_*/tokenizer.json"))
-        return str(saved[-1].parent) if saved else resolve(self.record.starts[-1]["flags"]["model"])
-
-    @cached_property
     def tokenizer(self) -> Any:
-        from rl.model.pretrained import load_tokenizer
+        """That of a checkpoint, or else of the model that training began with."""
+        from rl.model.pretrained import load_tokenizer, resolve
 
-        trusts = self.record.starts[-1]["flags"]["trust_remote_code"]
-        return load_tokenizer(self.tokenizer_path, trusts, f"{self.run_dir}, tokenizer")
+        flags = self.record.starts[-1]["flags"]
+        saved = sorted(self.run_dir.glob("step_*/tokenizer.json"))
+        path = str(saved[-1].parent) if saved else resolve(flags["model"])
+        return load_tokenizer(path, flags["trust_remote_code"], f"{self.run_dir}, tokenizer")
 
     def look_again(self) -> None:
         """Forget what a run that is under way may have written since."""

@@ -26,7 +26,8 @@ def call(given: dict, answered: list) -> Call:
         rest = [block for block in blocks if block["type"] not in ("tool_use", "tool_result", *THOUGHTS)]
         if message["role"] == "assistant":
             names |= {block["id"]: block["name"] for block in parts["tool_use"]}
-            messages.append(form.said(form.text_of(rest), *((b["name"], b["input"]) for b in parts["tool_use"])))
+            calls = [{"name": block["name"], "arguments": block["input"]} for block in parts["tool_use"]]
+            messages.append(form.said(form.text_of(rest), calls))
             continue
         for block in parts["tool_result"]:
             name = names.get(block["tool_use_id"], "tool")

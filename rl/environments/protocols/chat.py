@@ -36,10 +36,9 @@ def as_messages(given: list[dict]) -> list[dict]:
         role = ROLES[message["role"]]
         content = message.get("content")
         if role == "assistant":
-            calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
-            names |= {str(id): function["name"] for id, function in calls}
-            told = ((function["name"], function.get("arguments")) for _, function in calls)
-            messages.append(form.said(form.text_of(content), *told))
+            calls = message.get("tool_calls") or ()
+            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
+            messages.append(form.said(form.text_of(content), [call["function"] for call in calls]))
         else:
             name = {"name": names.get(str(message.get("tool_call_id")), "tool")} if role == "tool" else {}
             messages.append({"role": role} | form.content_of(content) | name)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl.children.child import BadValue
 from rl.environments import pictures
-from rl.rewards.worker import BadValue
 
 MODEL = "policy"
 
@@ -122,13 +122,14 @@ def text_of(content: str | list[dict] | None) -> str:
     return found["content"]
 
 
-def said(text: str, *calls: tuple[str, str | dict | None]) -> dict:
-    """Return an assistant's message. calls: names and arguments, which stay text if they are not JSON."""
+def said(text: str, calls: list[dict] | None = None) -> dict:
+    """Return an assistant's message. calls: {name, arguments}, which stay text if they are not JSON."""
     message = {"role": "assistant", "content": text.strip(), "calls": []}
-    for name, arguments in calls:
+    for call in calls or ():
+        arguments = call.get("arguments")
         with contextlib.suppress(ValueError, RecursionError):
             arguments = arguments if isinstance(arguments, dict) else json.loads(arguments or "{}")
-        message["calls"].append({"name": name + "", "arguments": arguments})
+        message["calls"].append({"name": call["name"] + "", "arguments": arguments})
     return message
 
 

@@ -48,7 +48,7 @@ def _add(item: dict, messages: list[dict], names: dict[str, str]) -> None:
         names[item["call_id"]] = item["name"]
         if not messages or messages[-1]["role"] != "assistant":
             messages.append(form.said(""))
-        (call,) = form.said("", (item["name"], item["arguments"]))["calls"]
+        (call,) = form.said("", [item])["calls"]
         messages[-1] = messages[-1] | {"calls": [*messages[-1]["calls"], call]}
     elif kind == "function_call_output":
         name = names.get(item["call_id"], "tool")
