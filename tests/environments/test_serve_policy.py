@@ -227,7 +227,7 @@ def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
 def test_a_server_that_was_killed_costs_its_episodes_and_serves_again(pool):
     begin(pool, "a")
     key = take(pool)["api_key"]
-    for pid in (pool._process.pid, *descendants(pool._process.pid)):
+    for pid in (pool._server.pid, *descendants(pool._server.pid)):
         os.kill(pid, signal.SIGKILL)
     assert answers(pool, ["a"])["a"]["event"] == "died"
     assert post(pool, "chat/completions", key, HELLO)[0] == 401

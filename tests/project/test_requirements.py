@@ -130,4 +130,5 @@ def test_models_images_engines_and_experts_with_the_npu_sets_transformers(tmp_pa
     wanted = re.search(r"^transformers==(\S+)", (ROOT / "requirements-npu.txt").read_text(), re.MULTILINE)[1]
     assert f"transformers {wanted}{os.linesep}" in done.stdout
     assert done.returncode == 0, done.stdout[-6000:]
-    assert not re.search(r"\bskipped\b", done.stdout), done.stdout[-3000:]
+    skipped = re.findall(r"^SKIPPED .*", done.stdout, re.MULTILINE)
+    assert all("no geometry problems" in reason for reason in skipped), skipped
