@@ -1,8 +1,8 @@
-"""What --record-samples costs: its share of a step on the thread that trains (timing_s/record: another thread writes), bytes a
-token, and how fast samples are packed.
+"""What --record-samples costs: its share of a step on the thread that trains (timing_s/record: another thread writes), a whole
+step of a run that records compared with one that does not, bytes a token, and how fast samples are packed.
 
-python benchmarks/samples/record.py    # the demo in three modes, and packing alone: under five minutes on 2 cores
-python benchmarks/samples/record.py --steps 40 --rounds 5
+python benchmarks/samples/record.py    # the demo in three modes, and packing alone: about five minutes on 2 cores
+python benchmarks/samples/record.py --steps 100 --rounds 3
 """
 
 import statistics
@@ -26,11 +26,11 @@ SIZES = {"512 x 16 x 200": (512, 16, 200), "512 x 16 x 2,000": (512, 16, 2000)} 
 
 @dataclass
 class Args:
-    rounds: int = 3
+    rounds: int = 5
     """Interleaved rounds."""
-    steps: int = 24
+    steps: int = 60
     """Training steps of each run; the first fifth is left out."""
-    minutes: float = 4
+    minutes: float = 6
     """No round begins that would end later."""
     sizes: tuple[str, ...] = tuple(SIZES)
     """Of the samples that are packed alone."""
@@ -38,17 +38,21 @@ class Args:
     """Directory for record.json and record.md."""
 
 
-def one_run(mode: str, steps: int) -> dict[str, float]:
-    """Medians over the steps of a run that records: share of the step, ms, and bytes a token, prompts once a group."""
+def one_run(mode: str, steps: int, kept: str = "all") -> dict[str, float]:
+    """Medians over the steps of a run: seconds of a step, and if it records the share of the step, ms, and bytes a token,
+    prompts once a group. kept: the value of --record-samples."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", "all", "--output-dir", folder]
+        flags = ["--total-training-steps", str(steps), "--test-freq", "0", "--record-samples", kept, "--output-dir", folder]
         run([sys.executable, *MODES[mode], *flags], threads_of(MODES[mode]))
         (directory,) = Path(folder).iterdir()
         rows = logged(directory / "metrics.jsonl")
         size = sum(file.stat().st_size for file in steps_of(directory / DIRECTORY))
     late = [row for row in rows if row["step"] > steps // 5]
+    step = {"step": statistics.median(row["timing_s/step"] for row in late)}
+    if kept == "off":
+        return step
     tokens = sum(row["response_length/mean"] * 64 + row["prompt_length/mean"] * 8 for row in rows)  # 8 groups of 8
-    return {
+    return step | {
         "share": statistics.median(row["timing_s/record"] / row["timing_s/step"] for row in late),
         "ms": 1e3 * statistics.median(row["timing_s/record"] for row in late),
         "bytes": size / tokens,
@@ -80,11 +84,14 @@ def main(args: Args) -> None:
     runs = {mode: [] for mode in MODES}
     for _ in Rounds(args.rounds, args.minutes):
         for mode in MODES:
-            runs[mode].append(one_run(mode, args.steps))
+            without = one_run(mode, args.steps, "off")["step"]
+            recording = one_run(mode, args.steps)
+            runs[mode].append(recording | {"of_without": recording["step"] / without})
     of = lambda mode, key: [r[key] for r in runs[mode]]  # noqa: E731
-    rows = [[m, over(of(m, "share"), ".2%"), over(of(m, "ms")), over(of(m, "bytes"), ".1f")] for m in MODES]
+    keys = {"share": ".2%", "ms": ".2f", "of_without": ".3f", "bytes": ".1f"}
+    rows = [[mode, *(over(of(mode, key), form) for key, form in keys.items())] for mode in MODES]
     packed = {size: packing(*SIZES[size]) for size in args.sizes}
-    text = table(["demo", "of a step", "ms a step", "bytes a token"], rows) + "\n\n"
+    text = table(["demo", "of a step", "ms a step", "a step, of one without", "bytes a token"], rows) + "\n\n"
     text += table(
         ["a step's samples", "ns a token", "bytes a token"],
         [[s, f"{p['ns']:.0f}", f"{p['bytes']:.1f}"] for s, p in packed.items()],
