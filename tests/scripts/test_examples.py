@@ -120,6 +120,7 @@ OF_OTHER_PROGRAMS = {
     *("--extra-index-url", "--no-deps", "--no-binary", "--no-build-isolation"),
     *("--enable-lora", "--lora-modules", "--max-lora-rank"),
     *("--exclude", "--served-model-name", "--port", "--security-opt", "--help", "--help-all", "--steps"),
+    "--demonstrations",
 }
 
 
