@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tyro
-from common import MODES, RESULTS, ROOT, Finished, accuracies, logged, run, setting, table, threads_of, words, write
+from common import MODES, RESULTS, ROOT, Finished, accuracies, logged, over, run, setting, table, threads_of, words, write
 
 HINT = "{prompt} (The answer is {ground_truth}.)"
 TAUGHT = ["--teacher", "self", "--teacher-alone", "--teacher-top-k", "20", "--rollout-n", "1", "--train-batch-size", "64"]
@@ -263,11 +263,8 @@ HEAD = [
 
 
 def spread(values: list[float], form: str) -> str:
-    """The median, and the lowest and the highest of several."""
-    if not values:
-        return ""
-    middle, low, high = (f"{value:{form}}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if low == high else f"{middle} ({low} - {high})"
+    """Of several seeds the median, the lowest and the highest; one value by itself."""
+    return over(values, form) if len(values) > 1 else "".join(f"{value:{form}}" for value in values)
 
 
 def line(result: dict) -> list[str]:
@@ -323,6 +320,7 @@ def main(args: Args) -> None:
         try:
             result["runs"][seed] = one_run(args, name, ROWS[name])
             result["runs"] = dict(sorted(result["runs"].items()))
+            result.pop("error", None)
         except RuntimeError as error:
             print(error, file=sys.stderr, flush=True)
             result["error"] = str(error).strip().splitlines()[-1][:200]
