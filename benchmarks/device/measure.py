@@ -8,7 +8,8 @@ The learner computes in bf16, with fp32 master weights and AdamW, and takes the 
 - learner: `learn` of train_sync.py, one optimizer step of four micro-batches of 8,192 packed tokens (eight sequences of 1,024
   in each); MFU counts no recomputation (rl/learning/flops.py).
 - publish: LocalWeights.publish into the embedded engine of the same process, each tensor compared, and digests of all.
-- engine: 256 requests of 256 tokens (prompts of 128) by the embedded engine; end tokens are ignored.
+- engine: 256 requests of 256 tokens (prompts of 128) by the embedded engine, and by transformers' generate(); end tokens are
+  ignored.
 - values: log-probs of the embedded engine and of transformers' own attention, both in bf16, and of the latter in fp32.
 - vllm: as engine and values, by vLLM; the seconds in which it sleeps, wakes and takes new weights; the memory that it frees.
 - profile: the longest operations of a learner's step and of 32 decoding steps, and the lines at which the host waits.
@@ -165,7 +166,19 @@ def decoded(engine: Engine, args: argparse.Namespace) -> dict:
 
 def engine(args: argparse.Namespace, ranks: Ranks) -> dict:
     requests, prompt, response = requests_of(args)
-    return decoded(embedded(args, ranks, prompt + response, requests), args)
+    ours = embedded(args, ranks, prompt + response, requests)
+    return decoded(ours, args) | {"generate_tokens_per_s": generated(ours.model.config, args, ranks)}
+
+
+@torch.no_grad()
+def generated(config: PretrainedConfig, args: argparse.Namespace, ranks: Ranks) -> float:
+    """Return the tokens/s of transformers' generate() for the same requests in one batch, sampled."""
+    requests, prompt, response = requests_of(args)
+    model = AutoModelForCausalLM.from_pretrained(args.path, dtype=BF16).to(ranks.device).eval()
+    prompts = torch.randint(4, config.vocab_size, (requests, prompt), device=ranks.device)
+    all_of_them = dict(min_new_tokens=response, max_new_tokens=response, do_sample=True, top_k=0, pad_token_id=0)
+    (seconds,) = timed(lambda: model.generate(prompts, attention_mask=torch.ones_like(prompts), **all_of_them), 1, 1)
+    return requests * response / seconds
 
 
 def values(args: argparse.Namespace, ranks: Ranks) -> dict:

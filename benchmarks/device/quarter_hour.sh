@@ -2,7 +2,7 @@
 # On a machine without a network, in a copy of the checkout with what pack.sh made:
 #   bash .kit/quarter_hour.sh PART [SECONDS] [flags of drive.py]
 set -u
-limits=(0 480 160 200)
+limits=(0 340 160 140)
 part=$1
 seconds=${2:-${limits[$part]}}
 started=$(date +%s)
@@ -18,7 +18,9 @@ fi
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=disabled
 export RL_CACHE=$KIT_WORK/cache
-[[ -d $RL_CACHE ]] || cp -r .kit/cache "$RL_CACHE"
+for kit in .kit .kit4; do
+  [[ ! -d $kit/cache ]] || cp -rn "$kit/cache" "$KIT_WORK"
+done
 if [[ -f .kit2/piece && -f .kit3/piece && ! -f $KIT_WORK/smollm2.gguf ]]; then
   cat .kit2/piece .kit3/piece > "$KIT_WORK/smollm2.whl"
   if [[ $(sha256sum < "$KIT_WORK/smollm2.whl") == $(< .kit/smollm2.sha256) ]]; then
