@@ -21,8 +21,10 @@ from typing import Literal, NamedTuple
 import tyro
 
 from rl.data.columns import ground_truth, source_of
+from rl.data.files import read_table, weights_of
 from rl.data.mapped import mapped
-from rl.data.tables import place, read_table, weights_of
+from rl.data.tables import place
+from rl.environments import named
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import request_seed
@@ -143,7 +145,7 @@ def texts_of(where: str, row: dict) -> Iterator[Try]:
 def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
     """Score the texts as training does: by the environment if there is one, and by the reward function if that does not."""
     found: dict[int, Score] = {}
-    programs = [*EnvironmentArgs(env=args.env, tools=args.tools).programs.values()]
+    programs = [*named.programs(EnvironmentArgs(env=args.env, tools=args.tools)).values()]
     if len(programs) > 1:
         raise UserError("--env and --tools: texts go to one of them. Leave the other out.")
     of_episodes = reward if RewardArgs(reward=reward).scores_environments else ""

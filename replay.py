@@ -29,7 +29,7 @@ import torch
 # Nothing here may import losses: `load_script` says which.
 from rl import flags, parts
 from rl.checkpoint import resume
-from rl.checkpoint.best import checkpoints, step_of
+from rl.checkpoint.files import checkpoints, step_of
 from rl.class_check import check_class
 from rl.data.args import DataArgs
 from rl.environments.args import EnvironmentArgs
@@ -40,7 +40,7 @@ from rl.ranks import dist, process
 from rl.record import validations
 from rl.record.provenance import code_digest, digest_of, package_files
 from rl.rewards.pool import RewardArgs
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from tools.recorded import Record
 
 # Flags of the parts that a replay leaves out
@@ -191,7 +191,6 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     """Return the script's args, the learner as the first step found it, and a run that trains from there, with a generator if
     it validates. Raise UserError if it cannot. Collective."""
     from rl.generation.generator import make_generator
-    from rl.record.identity import check_number
     from rl.rewards.pool import ScoringPool
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun
@@ -206,7 +205,7 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
     if validates and not job.val_prompts:
         raise UserError("--without compares validations, and the run has none (--test-freq 0).")
-    check_number(start["contents"], job.prompts, replay.record.directory)
+    resume.check_number(start["contents"], job.prompts, replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
     if replay.checkpoint:
@@ -218,7 +217,7 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
 
 def main(replay: Replay, ranks: dist.Ranks) -> None:
     """Train on each recorded step, as the script's `train` does."""
-    from rl.algorithm.metrics import staleness_metrics
+    from rl.algorithm.staleness import staleness_metrics
     from tools.view.learner import Watch
 
     script = replay.script

@@ -17,7 +17,7 @@ from torch import Tensor
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import staleness_metrics
+from rl.algorithm.staleness import staleness_metrics
 from rl.data.job import Job
 from rl.generator_loop import GeneratorLoop
 from rl.learning.batch import Batch
@@ -25,11 +25,11 @@ from rl.learning.learner import Forward, Learner
 from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import process
 from rl.ranks.timers import Timers
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from rl.samples.stream import Stream
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, join
-from rl.training_run import TrainingRun
+from rl.split_run import SplitRun
 from rl.weights.publisher import Publisher
 
 
@@ -166,7 +166,7 @@ def train(args: Args, split: Split, job: Job) -> None:
     learner = make_learner(args, job, split.ranks)
     samples = Stream(args, split)
     publisher = Publisher(learner, split, args.engine.weights_dtype(args.learner.dtype), announce=samples.published)
-    run = TrainingRun(args, job, learner, split.learners + split.generators, samples)
+    run = SplitRun(args, job, learner, split.learners + split.generators, samples)
     samples.open()
     publisher.publish(args.schedule.version_at(run.done + 1), run.done)
 

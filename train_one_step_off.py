@@ -18,7 +18,7 @@ from torch import Tensor
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import staleness_metrics
+from rl.algorithm.staleness import staleness_metrics
 from rl.data.job import Job
 from rl.generation.generator import Generator
 from rl.generator_loop import BatchLoop
@@ -28,11 +28,11 @@ from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, all_gather_groups
-from rl.samples.schedule import OneStepOffSchedule
+from rl.samples.split_schedule import OneStepOffSchedule
 from rl.samples.stream import Batches
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, join
-from rl.training_run import TrainingRun
+from rl.split_run import SplitRun
 from rl.weights.publisher import Publisher
 
 
@@ -181,7 +181,7 @@ def train(args: Args, split: Split, job: Job) -> None:
     learner = make_learner(args, job, split.ranks)
     samples = Batches(args, split)
     publisher = Publisher(learner, split, args.engine.weights_dtype(args.learner.dtype), announce=samples.published)
-    run = TrainingRun(args, job, learner, split.learners + split.generators, samples)
+    run = SplitRun(args, job, learner, split.learners + split.generators, samples)
     samples.open()
     publisher.publish(run.done, run.done)
 

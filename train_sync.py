@@ -17,7 +17,6 @@ from torch import Tensor
 import losses
 from rl import flags
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import staleness_metrics
 from rl.data.job import Job
 from rl.generation.generator import Generator, make_generator
 from rl.learning.batch import Batch
@@ -190,8 +189,6 @@ def train(args: Args, ranks: dist.Ranks, job: Job) -> None:
         with run.timer("update_weights"):
             weights.publish(version=step)
 
-        if args.schedule.surplus:
-            metrics |= staleness_metrics(batch, step - 1)
         metrics |= run.validate(step)
         metrics |= run.report(step, batch, metrics, {"filtered": filtered})
         run.log(step, batch, metrics)

@@ -147,8 +147,8 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "what the other scripts add",
         {
             "splitting the ranks: tickets, ring, publishes": "train_one_step_off.py train_async.py "
-            "rl/split.py rl/generator_loop.py rl/samples/* rl/weights/* rl/transport/*",
-            "answers, a teacher, a critic": "train_sft.py rl/supervised.py rl/algorithm/* "
+            "rl/{split,split_run,generator_loop}.py rl/samples/* rl/weights/* rl/transport/* rl/algorithm/staleness.py",
+            "answers, a teacher, a critic": "train_sft.py rl/supervised.py rl/algorithm/{critic,teacher,no_signal}.py "
             "rl/data/{demonstrations,teacher_prompts}.py",
         },
     ),
@@ -163,14 +163,14 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "LoRA": "rl/adapters/*",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
-            "reward functions of your own": "rl/rewards/* rl/children/*",
+            "reward functions of your own": "rl/rewards/* rl/children/* rl/user_file.py",
             "replay": "replay.py",
         },
     ),
     (
         "before, after and around the steps",
         {
-            "the command line": "rl/{flags,flags_help,parts,ranges,class_check,errors,printable}.py",
+            "the command line": "rl/{flags,flags_help,parts,ranges,class_check,errors,printable}.py rl/algorithm/*",
             "data": "rl/data/*",
             "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub/*",
             "checkpoints": "rl/checkpoint/*",

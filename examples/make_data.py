@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl.data import images
-from rl.data.tables import Rows, read_table
+from rl.data.files import read_table
+from rl.data.tables import Rows
 from rl.errors import UserError
 from rl.printable import printable
 from rl.rewards.verifiers import format_of

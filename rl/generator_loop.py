@@ -12,10 +12,11 @@ from rl.generation.generator import make_generator
 from rl.rewards.pool import ScoringPool
 from rl.samples.channel import ControlBlock, Outbox
 from rl.samples.group import Group
-from rl.samples.schedule import AsyncSchedule, OneStepOffSchedule, check_kind
+from rl.samples.schedule import check_kind
+from rl.samples.split_schedule import AsyncSchedule, OneStepOffSchedule
 from rl.samples.tickets import Tickets
 from rl.setup import CommonArgs
-from rl.split import Split
+from rl.split import Split, engines_first
 from rl.weights.subscriber import Subscriber
 
 
@@ -37,6 +38,7 @@ class GeneratorLoop:
         check_kind(args, AsyncSchedule, "GeneratorLoop")
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args.reward))
+        engines_first("generator")
         self.engine = self.generator.engine
         self._outbox = Outbox(split)
         self._control = ControlBlock(split)
@@ -116,6 +118,7 @@ class BatchLoop:
         check_kind(args, OneStepOffSchedule, "BatchLoop")
         self.args, self.split, self.job = args, split, job
         self.generator = make_generator(args, job, split.ranks, ScoringPool(args.reward))
+        engines_first("generator")
         self._outbox = Outbox(split)
         self._control = ControlBlock(split)
         self._subscriber = Subscriber(split, self.generator.engine)

@@ -1,12 +1,7 @@
-"""Text from a model, from data or from a user's function on the console: escaped, so that a terminal can print it safely, and
-limited."""
+"""Text from a model, from data or from a user's function on the console: escaped, so that a terminal can print it safely."""
 
-import contextlib
-import os
 import re
-from typing import BinaryIO
 
-PRINTED = 1 << 24  # bytes that each kind of the user's code may print in a run
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # with Unicode's bidirectional controls
 
 
@@ -32,17 +27,3 @@ def in_markdown(text: str) -> str:
 def escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
-
-
-def pass_on(pipe: BinaryIO, whose: str) -> None:
-    """Print what arrives in the pipe, up to this rank's share of PRINTED bytes, until its other end is closed; then close it.
-    whose: the code, for the line that says what is left out."""
-    left = max(1 << 20, PRINTED // int(os.environ.get("WORLD_SIZE", 1)))
-    with pipe:
-        while data := os.read(pipe.fileno(), 1 << 16):
-            shown = data[: max(0, left)]
-            with contextlib.suppress(OSError):  # a full disk, or a console that was closed
-                os.write(2, shown)
-                if left >= 0 and len(data) > left:
-                    os.write(2, f"\nwarning: what {whose} prints is left out from here on.\n".encode())
-            left -= len(data)

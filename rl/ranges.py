@@ -10,12 +10,10 @@ A mark says which numbers the flag accepts, what kind of thing it names, or that
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from rl import parts
 from rl.errors import UserError
-from rl.user_file import split_code
 
 Mark, Value = TypeVar("Mark"), TypeVar("Value")
 DEFAULT_BATCH = 8  # prompts per step if no flag says so
@@ -102,16 +100,6 @@ def check(args) -> None:
         for base in reversed(type(part).__mro__):
             if "check" in vars(base):
                 vars(base)["check"](*([part, args] if isinstance(part, parts.Part) else [part]))
-
-
-def check_code(name: str, given: str, named: str) -> None:
-    """Raise UserError unless the flag's value is path/to/file.py:names and the file exists. name: the flag; given: its value;
-    named: what the names are, for the message."""
-    path, names = split_code(given)
-    if not names:
-        raise UserError(f"{name} {given}: write it as path/to/file.py:{named}.")
-    if not Path(path).is_file():
-        raise UserError(f"{name} {given}: there is no file {path}.")
 
 
 def check_name(name: str, given: str, nested: bool = False) -> None:

@@ -3,7 +3,6 @@
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
 
-import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,11 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rl import flags, parts
 from rl.algorithm.args import CriticArgs, LossArgs, RolloutCorrectionArgs, TeacherArgs
-from rl.checkpoint.resume import CheckpointArgs
-from rl.data.args import DataArgs, demo_files
+from rl.checkpoint.files import CheckpointArgs
+from rl.data.args import CALCULATOR, DataArgs, demo_files
 from rl.data.job import Job, order_of
 from rl.data.prompts import PromptDataset
-from rl.environments.args import DEMO, EnvironmentArgs
+from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs, SamplingArgs
 from rl.learning.args import LearnerArgs
@@ -27,7 +26,7 @@ from rl.learning.learner import Learner
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve, takes_images
 from rl.ranges import MayChange, Range, flag
 from rl.ranks import launch
-from rl.ranks.dist import Ranks, engines_first
+from rl.ranks.dist import Ranks
 from rl.record.run import LogArgs
 from rl.rewards.pool import RewardArgs, check_sources
 from rl.samples.schedule import BatchSchedule, Schedule, check_kind
@@ -89,11 +88,6 @@ class RunArgs:
         step, before = self.schedule.step_of(version, total_steps), self.schedule.step_of(version - 1, total_steps)
         return step == total_steps or step // self.test_freq > before // self.test_freq
 
-    def validated_by(self, version: int, total_steps: int) -> int | None:
-        """Return the last step whose weights are validated up to this version; None if there is none."""
-        versions = (v for v in range(version, -1, -1) if self.validates(v, total_steps))
-        return next((self.schedule.step_of(v, total_steps) for v in versions), None)
-
 
 @dataclass
 class CommonArgs(RunArgs):
@@ -149,7 +143,9 @@ class CommonArgs(RunArgs):
         """The flags of what scores responses, with their values."""
         own = [self.reward.own_reward] if self.reward.own_reward else []
         if self.environment.has_environment:
-            own.append(" ".join(self.environment.environment_flag))
+            from rl.environments.named import environment_flag
+
+            own.append(" ".join(environment_flag(self.environment)))
         return " and ".join(own) or "the built-in verifiers"
 
     def check(self) -> None:
@@ -179,7 +175,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     """Seed torch, and read the data and the model without its weights. Raise UserError if they cannot be used. file: the
     script's path."""
     torch.manual_seed(args.seed)
-    model = DEMO if args.environment.env == DEMO and args.model == RunArgs.model else args.model
+    model = CALCULATOR if args.environment.env == CALCULATOR and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
     if args.teacher.teacher:
         from rl.algorithm.teacher import check_teacher, teacher_path  # late, like all that a plain run does without
@@ -188,7 +184,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
     if args.loss.needs_critic:
         from rl.algorithm.critic import check_critic
 
-        check_critic(critic_path(args, path), args, path)
+        check_critic(resolve(args.critic.critic_model or path), args, path)
     if args.learner.router_replay != "off":
         from rl.model.router import check_replay
 
@@ -202,15 +198,16 @@ def set_up(args: CommonArgs, file: str) -> Job:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     flags.warn(values_of_the_demo(args, sys.argv[1:]))
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
-    environments = start_environments(args, path, tokenizer, prep) if args.environment.has_environment else None
-    brought = functools.partial(args.environment.brought, args.reward.own_reward)
-    if args.environment.is_by_row:
-        by_row = {name: (tools, brought(name)) for name, tools in environments.tools.items()}
-        given = {"brought": frozenset().union(*(of for _, of in by_row.values())), "by_row": by_row}
-    else:
-        given = {"tools": environments and environments.tools[""], "brought": brought()}
+    environments = None
+    given = {}
+    if args.environment.has_environment:
+        environments, given = start_environments(args, path, tokenizer, prep)
     prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, **given)
-    teacher_prompts = read_teacher_prompts(args, prompts) if args.teacher.teacher_prompt is not None else None
+    teacher_prompts = None
+    if args.teacher.teacher and args.teacher.teacher_prompt is not None and not args.val_only:
+        from rl.data.teacher_prompts import TeacherPrompts  # late: it also removes rows whose teacher prompt is left out
+
+        teacher_prompts = TeacherPrompts(prompts, args.teacher.teacher_prompt)
     validates = args.test_freq > 0 or args.val_only
     val_sets = None
     if validates and any("=" in word for word in val_files):
@@ -271,18 +268,9 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
     return path, config, tokenizer
 
 
-def read_teacher_prompts(args: CommonArgs, prompts: PromptDataset) -> Any:
-    """Return the teacher's prompts; None without a teacher. A row whose teacher prompt is left out is also removed from
-    `prompts`."""
-    if not args.teacher.teacher or args.val_only:
-        return None
-    from rl.data.teacher_prompts import TeacherPrompts  # late: other runs do not need it
-
-    return TeacherPrompts(prompts, args.teacher.teacher_prompt)
-
-
-def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: Any) -> Any:
-    """Start the process from which environments are forked. Its module is imported only here."""
+def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: Any) -> tuple[Any, dict]:
+    """Start the process from which environments are forked. Return it, and what PromptDataset is to know of them."""
+    from rl.environments import named  # late: few runs have an environment
     from rl.environments.pool import Environments
 
     ends = end_token_ids(path, tokenizer, args.trust_remote_code)
@@ -293,13 +281,21 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
         given |= {"reward": args.reward.reward, "reward_weights": args.reward.reward_weights}
     environments = Environments(args.environment, path, ends, args.trust_remote_code, **given)
     if environments.note:
-        flags.warn([f"{args.environment.environment_flag[0]}: {environments.note.rstrip('.')}"])
-    return environments
+        flags.warn([f"{named.environment_flag(args.environment)[0]}: {environments.note.rstrip('.')}"])
+    own = args.reward.own_reward
+    by_row = {name: (tools, named.brought(args.environment, own, name)) for name, tools in environments.tools.items()}
+    if "" in by_row:
+        tools, brought = by_row[""]
+        return environments, {"tools": tools, "brought": brought}
+    return environments, {"brought": frozenset().union(*(of for _, of in by_row.values())), "by_row": by_row}
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     """Return the learner of this rank, with the learning-rate schedule of the whole run. --val-only loads no second model."""
-    engines_first("learner")
+    if args.schedule.split:
+        from rl.split import engines_first  # late: other ranks use their device in turns
+
+        engines_first("learner")
     trains = not args.val_only
     learner = Learner(
         job.path,
@@ -318,10 +314,5 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
     if args.loss.needs_critic and trains:
         from rl.algorithm.critic import Critic
 
-        learner.critic = Critic(critic_path(args, job.path), args, learner.ranks, job.total_steps)
+        learner.critic = Critic(resolve(args.critic.critic_model or job.path), args, learner.ranks, job.total_steps)
     return learner
-
-
-def critic_path(args: CommonArgs, policy: str) -> str:
-    """Return the path of the critic's model. policy: the path of --model."""
-    return resolve(args.critic.critic_model) if args.critic.critic_model else policy

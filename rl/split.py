@@ -1,6 +1,7 @@
 """The split of the ranks into generators and learners, and the connections between the two."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
@@ -103,3 +104,19 @@ def _check_split(nodes: list[launch.Node]) -> None:
             remedy = start_two if len(nodes) == 1 else "change it on some of the nodes"
             found = f"--generators leaves no {role[:-1]}: {'; '.join(map(str, nodes))}"
             raise UserError(f"{found}. It is the number of each node's ranks that generate: {remedy}.")
+
+
+def engines_first(role: str) -> None:
+    """If generators and learners share this node's devices, report that a generator's engine has started, and let a learner
+    wait for all engines of the node: a starting engine counts memory that others allocate meanwhile as its own."""
+    here = launch.here()
+    node = next((node for node in launch.nodes() if node.first == here.first), None)
+    shares = node and node.generators and node.learners
+    if not shares or not device.devices_are_shared():
+        return
+    engines = [f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)]
+    store = launch.open_store(timedelta(days=7))
+    if role == "generator":
+        store.set(f"engine/{here.first}/{here.local_rank}", "started")
+        return
+    store.wait(engines)

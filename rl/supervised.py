@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import torch
 
-from rl.checkpoint.resume import CheckpointArgs, Resumed
+from rl.checkpoint.files import CheckpointArgs, Resumed
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.job import Job, order_of
 from rl.errors import UserError
@@ -37,9 +37,7 @@ class SupervisedSchedule(Schedule):
     def prompts_per_step(self) -> int:
         return self.train_batch_size
 
-    @property
-    def prompts_per_update(self) -> int:
-        return self.train_batch_size
+    prompts_per_update = prompts_per_step
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The surroundings of the algorithm in a learner's loop: resume, checkpoints, validation, the record, the end.
 
-`LearnerRun` is what every run has; `TrainingRun` adds samples, their scores and validations.
+`LearnerRun` is what every run has; `TrainingRun` adds samples, their scores and validations; rl/split_run.py, generators.
 
 Each part of the script's state that a checkpoint holds has `state()`, which returns a value for JSON, and `restore(state)`.
 """
@@ -8,13 +8,13 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl.algorithm.fates import Fates, SourceCounts
 from rl.algorithm.health import Health
 from rl.algorithm.metrics import batch_metrics, hardly_scored, rollout_metrics, validation_metrics
 from rl.algorithm.texts import text_metrics
-from rl.checkpoint.resume import Resumed, resume
+from rl.checkpoint.files import Resumed
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
 from rl.errors import Stopped, UserError
@@ -23,7 +23,7 @@ from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
 from rl.learning.throughput import perf_metrics
-from rl.ranks import dist, stops
+from rl.ranks import dist, launch, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.identity import Identity
@@ -33,9 +33,6 @@ from rl.rewards.verifiers import unasked
 from rl.samples.group import Group, all_gather_groups
 from rl.samples.recorder import Recorder
 from rl.setup import CommonArgs, RunArgs
-
-if TYPE_CHECKING:
-    from rl.samples.stream import Batches, Stream
 
 
 class LearnerRun:
@@ -50,7 +47,12 @@ class LearnerRun:
         collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
         self._identity = Identity(args, job.script, job.path, job.prompts)
-        resumed = resume(args, self._identity, learner, job.total_steps)
+        resumed = Resumed()
+        may_exist = launch.restarts() or args.log.experiment_name or args.checkpoint.resume_mode not in ("auto", "disable")
+        if may_exist and not args.val_only:
+            from rl.checkpoint.resume import resume  # late: a new run has nothing to resume
+
+            resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step trained before
         self._restore(resumed)
         self.record = self._open_record(resumed)
@@ -110,7 +112,9 @@ class LearnerRun:
     def _save_last(self, step: int) -> Path | None:
         """Save the step, the last one of this start, unless it is saved already. Return the checkpoint; None if nothing was
         trained. A collective."""
-        return self.saver.save_last(step, self._save)
+        if step > self.saver.step:
+            self._save(step)
+        return self.saver.finish(step) if step else None
 
     def _saves_after(self, step: int) -> bool:
         every = self.args.checkpoint.save_freq
@@ -122,7 +126,9 @@ class LearnerRun:
 
 
 class TrainingRun(LearnerRun):
-    """A run that trains on samples. Its learner generates them itself, or they come from generators."""
+    """A run that trains on samples, which its ranks generate, or which have been recorded."""
+
+    samples: Any = None  # those that come from generators
 
     def __init__(
         self,
@@ -130,28 +136,22 @@ class TrainingRun(LearnerRun):
         job: Job,
         learner: Learner,
         num_ranks: int,
-        samples: "Batches | Stream | None" = None,
         generator: Generator | None = None,
         after: int = 0,
         **parts: Any,
     ):
-        """Also restore the samples and the parts. generator: this rank's, if it learns and generates in turns. A replay has
-        neither samples nor a generator."""
-        self.samples, self.generator, self.parts = samples, generator, parts
+        """Also restore the samples and the parts. generator: this rank's, if it learns and generates in turns."""
+        self.generator, self.parts = generator, parts
         if job.environments and not generator:  # only generators use them
             job.environments.close()
         self._events = ScoringEvents()
-        if samples:
-            self.role = "learner"
-        if samples or generator:
+        if self.samples or generator:
             self.parts["events"] = self._events
         self._texts: dict[str, float] = {}  # metrics of the newest batch
         self._unscored = 0  # groups of the newest steps that have no score, if a step has none at all
         super().__init__(args, job, learner, num_ranks, after)
         self._begun = self.done  # the last step begun
         self._unfinished = generator.unfinished() if generator else []  # of this rank, at the newest batch
-        if samples and self.done:
-            self._skip_recorded_validations()
         self.health = Health(args, job, self.record, learner.skipped)
         self.health.at_start()
         self.sources = SourceCounts(job.prompts, job.order, args.sampling.rollout_n)
@@ -169,16 +169,9 @@ class TrainingRun(LearnerRun):
         if resumed.step:
             for name, part in self.parts.items():
                 part.restore(resumed.state[name])
-            if self.samples:
-                self.samples.restore(resumed.state["samples"], resumed.groups, resumed.unfinished)
             if self.generator:
                 for group in self.generator.share(resumed.unfinished):
                     self.generator.start(group.ticket, group)
-
-    def _skip_recorded_validations(self) -> None:
-        """Skip validations that have already been recorded. A collective."""
-        recorded = [row["step"] for row in validations.read(self.record.dir)] if self.record.enabled else []
-        self.samples.inbox.validations.skip_recorded(dist.from_main(recorded))
 
     def stop_if_asked(self, step: int, groups: Sequence[Group] = ()) -> None:
         """Also save, and raise UserError, if an outage has left without a score any of `groups`, which the next step would
@@ -205,10 +198,9 @@ class TrainingRun(LearnerRun):
             batch.images = BatchImages(self.job.prompts, self.job.order, groups, self.learner.ranks)
         self._events.add(batch.errors)
         self._begun += 1
-        left_out: Mapping[str, list[Group]] = self.samples.take_left_out() if self.samples else {}
         if self.generator:
             self._unfinished = self.generator.unfinished()
-            left_out = {"filtered": self.generator.left_out}
+        left_out = self._take_left_out()
         if self.recorder:
             with self.timer("record"):
                 self._wait_for_record()
@@ -216,6 +208,10 @@ class TrainingRun(LearnerRun):
         self._texts = text_metrics(groups, self.learner.ranks)
         self.record.warn_unscored(batch.errors)
         return batch
+
+    def _take_left_out(self) -> Mapping[str, list[Group]]:
+        """Return the groups that the newest batch has left out, by reason."""
+        return {"filtered": self.generator.left_out} if self.generator else {}
 
     def _write_down(self, step: int, groups: Sequence[Group], left_out: Mapping[str, Sequence[Group]]) -> None:
         """Record the groups of a step, in a thread."""
@@ -276,35 +272,6 @@ class TrainingRun(LearnerRun):
             rows = self.generator.validate()
         return self.record_validation(step, rows)
 
-    def receive_validations(self, step: int) -> dict[str, float]:
-        """Record all validations that the generators have sent since the last call; return the newest one's metrics. Before a
-        checkpoint, wait for the validations that a resumed run could not repeat; after the last step, wait for all. A
-        collective."""
-        with self.timer("testing"):
-            return self._take_validations(self._awaited_validation(step))
-
-    def _take_validations(self, until: int | None = None) -> dict[str, float]:
-        metrics = {}
-        for validation in self.samples.inbox.take_validations(until):
-            metrics = self.record_validation(validation.step, validation.rows, validation.version)
-        return metrics
-
-    def _awaited_validation(self, step: int) -> int | None:
-        """Return the step whose validation must have arrived at the end of `step`; None if there is none."""
-        args = self.args
-        total = self.job.total_steps
-        if step == total:
-            return step if args.test_freq > 0 else None
-        if not self._saves_after(step):
-            return None
-        newest = args.schedule.version_at(step + 1)
-        if args.schedule.step_of(newest, total) == step:  # these are the checkpoint's weights: a resumed run validates them
-            newest -= 1
-        awaited = args.validated_by(newest, total)
-        # Before this run resumed, --test-freq may have been different: steps not validated then never will be
-        began_with = args.schedule.step_of(args.schedule.version_at(self.done + 1), total)
-        return None if awaited is None or awaited < began_with else awaited
-
     def report(
         self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None
     ) -> dict[str, float]:
@@ -313,40 +280,26 @@ class TrainingRun(LearnerRun):
         collective."""
         self.record.log_tickets(step, batch.tickets, **(gone or {}))
         out = rollout_metrics(self.args.correction, batch) | batch_metrics(batch) | self._texts
+        if self.args.schedule.surplus:
+            from rl.algorithm.staleness import staleness_metrics  # late: only some samples are stale
+
+            out |= staleness_metrics(batch, step - 1)
         fates = Fates.of(batch)
         out |= self.health.of_step(step, batch, metrics | out, fates) | self.sources.of_step(batch, fates, gone)
         return out | (self._events.metrics() if "events" in self.parts else {})
 
-    def log(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
-        """Also record the waiting times of a split job."""
-        if self.samples:
-            metrics = metrics | self.samples.metrics(step, self.timer)
-        super().log(step, batch, metrics)
-
     def finish(self) -> Path | None:
-        """Also end the stream of samples."""
-        if self.args.val_only and self.samples:  # in train_sync.py `validate_first` has recorded it
-            self.record.log(0, self._take_validations(until=0))
-        for line in self.samples.close() if self.samples else ():
-            self.record.say(line)
+        """Also end the record of samples."""
         self._wait_for_record()
         return super().finish()
-
-    def _save_last(self, step: int) -> Path | None:
-        if self.samples:
-            self._take_validations()  # record those that have arrived: the checkpoint may replace an older one
-        return super()._save_last(step)
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
             self._wait_for_record()  # a run that resumes from the checkpoint has the record of all steps before it
-            groups = []
-            unfinished = []
             state = {name: part.state() for name, part in self.parts.items()}
-            if self.generator:
-                unfinished = all_gather_groups(self._unfinished)
-            if self.samples:
-                self.samples.ask(step)  # the generators answer while the weights are copied
-                self.saver.copy()
-                state["samples"], groups, unfinished = self.samples.snapshot(step)
-            self.saver.save(step, state, groups, unfinished)
+            of_samples, groups, unfinished = self._snapshot(step)
+            self.saver.save(step, state | of_samples, groups, unfinished)
+
+    def _snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        """Return (state, groups that wait to be trained, groups that are under way) for the checkpoint of that step."""
+        return {}, [], all_gather_groups(self._unfinished) if self.generator else []

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import xxhash
 
+from rl.errors import UserError
+
 NAMED = re.compile(r"([\w-]+)=(.+)")  # an environment of some of the rows
 
 
@@ -18,6 +20,16 @@ def split_code(given: str) -> tuple[str, str]:
     """Return the path and the names of path/to/file.py:names. An adapter's name may have colons, as in a command."""
     path, found, names = given.partition(".py:")
     return path + found[:-1], names
+
+
+def check_code(name: str, given: str, named: str) -> None:
+    """Raise UserError unless the flag's value is path/to/file.py:names and the file exists. name: the flag; given: its value;
+    named: what the names are, for the message."""
+    path, names = split_code(given)
+    if not names:
+        raise UserError(f"{name} {given}: write it as path/to/file.py:{named}.")
+    if not Path(path).is_file():
+        raise UserError(f"{name} {given}: there is no file {path}.")
 
 
 def import_file(path: str, name: str) -> ModuleType:

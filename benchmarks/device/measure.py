@@ -46,6 +46,7 @@ from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.weights import buckets
 from rl.weights.local import LocalWeights
+from tools.doctor.measure import memory_left
 
 SHAPES = {  # class, hidden size, layers, heads, heads of keys, MLP, vocabulary
     "Qwen2.5-0.5B": (Qwen2Config, 896, 24, 14, 2, 4864, 151_936),
@@ -219,9 +220,9 @@ def vllm(args: argparse.Namespace, ranks: Ranks) -> dict:
     speed = decoded(engine, args)
     out = compared(engine, args, ranks) | speed
     model = AutoModelForCausalLM.from_pretrained(args.path, dtype=BF16).to(ranks.device)
-    before = device.memory_left() if engine.sleeps else None
+    before = memory_left() if engine.sleeps else None
     (out["sleep_seconds"],) = timed(engine.sleep, 1, 0)
-    out["freed_gb"] = (device.memory_left()[0] - before[0]) / 2**30 if before else None
+    out["freed_gb"] = (memory_left()[0] - before[0]) / 2**30 if before else None
     (out["wake_and_publish_seconds"],) = timed(lambda: engine.update(model.named_parameters(), 1), 1, 0)
     return out
 

@@ -35,7 +35,8 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import batch_metrics, rollout_metrics, staleness_metrics
+from rl.algorithm.metrics import batch_metrics, rollout_metrics
+from rl.algorithm.staleness import staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout, forward_only
 from rl.learning.batch import Batch
 from rl.learning.division import Division

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from rl.children.server import python_path
 from rl.samples.channel import ControlBlock
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets
 
 PROCESSES = 4  # of the simulated generators

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import nn
 
 CONFIG, TENSORS, DIRECTORY = "adapter_config.json", "adapter_model.safetensors", "adapter"
-PATTERN = "adapter_model{suffix}.safetensors"  # of TENSORS, in huggingface_hub's form
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 
 

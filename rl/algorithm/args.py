@@ -1,6 +1,5 @@
 """The algorithm's flags, and what they imply. The algorithm itself is in the scripts, the formulas in losses.py."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -37,12 +36,20 @@ class RolloutCorrectionArgs(Part):
     @property
     def weight_bounds(self) -> Bounds:
         """The bounds of the importance weights."""
-        return parse_threshold(self.rollout_is_threshold or "2.0")
+        if not self.rollout_is_threshold:
+            return None, 2.0
+        from rl.algorithm.words import parse_threshold  # late: few runs correct
+
+        return parse_threshold(self.rollout_is_threshold)
 
     @property
     def rejection_criteria(self) -> list[Criterion]:
         """The criteria of --rollout-rs; empty without rejection."""
-        return parse_criteria(self.rollout_rs, self.rollout_rs_threshold or "") if self.rollout_rs else []
+        if not self.rollout_rs:
+            return []
+        from rl.algorithm.words import parse_criteria
+
+        return parse_criteria(self.rollout_rs, self.rollout_rs_threshold or "")
 
     @property
     def corrects_rollout(self) -> bool:
@@ -226,20 +233,10 @@ class LossArgs(Part):
 
     def hint(self, unknown: Sequence[str]) -> str:
         """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
-        return "".join(self._hint_of(word.partition("=")[0]) for word in unknown if word.startswith("--"))
+        from rl.algorithm.words import hint_of  # late: it is for an error
 
-    def _hint_of(self, word: str) -> str:
-        name = word.removeprefix("--").replace("-", "_")
-        modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
-        estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
-        if name in OWN_FLAGS:
-            return f" {word}: here {flag(OWN_FLAGS[name])}."
-        if modes:
-            mode = self.loss_mode if self.loss_mode in modes else ", ".join(modes)
-            return f" {word} is a number of --loss-mode {mode}: --loss-args {name}=NUMBER."
-        if estimators:
-            return f" {word} is a number of --adv-estimator {', '.join(estimators)}, whose default in losses.py holds."
-        return ""
+        words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+        return "".join(hint_of(word, self.loss_mode, OWN_FLAGS) for word in words)
 
     def check(self, args) -> None:
         """Raise UserError, with the reason, for flags that contradict each other."""
@@ -264,7 +261,10 @@ class LossArgs(Part):
                 "replaced. Give --rollout-n at least 2, or leave --filter-groups out."
             )
         self._check_old_log_probs(args)
-        self._check_loss_args()
+        if self.loss_args:
+            from rl.algorithm.words import check_loss_args  # late: few losses need numbers of their own
+
+            check_loss_args(self.loss_args, self.loss_mode, OWN_FLAGS)
 
     def _check_old_log_probs(self, args) -> None:
         """Raise UserError unless the log-probs that loss and correction compare exist, and are only compared once."""
@@ -284,62 +284,3 @@ class LossArgs(Part):
                 f"--loss-mode {self.loss_mode} has no ratio: its gradient is wrong for responses that older weights sampled, "
                 "unless they are weighed. Leave --use-rollout-log-probs False out, or add --rollout-is token or sequence."
             )
-
-    def _check_loss_args(self) -> None:
-        """Raise UserError unless each word of --loss-args names a numeric parameter of the loss."""
-        loss = self.policy_loss
-        known = {name: value for name, value in (loss.knobs | loss.choice_knobs).items() if name not in OWN_FLAGS}
-        for word in self.loss_args:
-            name, _, value = word.partition("=")
-            if name in OWN_FLAGS:
-                raise UserError(f"--loss-args {word}: this number has a flag of its own, {flag(OWN_FLAGS[name])}.")
-            if name not in known:
-                takes = ", ".join(f"{k}={v:g}" for k, v in known.items()) or "none"
-                raise UserError(
-                    f"--loss-args {word}: --loss-mode {self.loss_mode} takes {takes} (its defaults). A knob stands behind the "
-                    "* of its function in losses.py, with a number as its default."
-                )
-            try:
-                usable = 0 < float(value) < math.inf
-            except ValueError:
-                usable = False
-            if not usable:
-                raise UserError(f"--loss-args {word}: write {name}=NUMBER, above 0, such as {name}={known[name]:g}.")
-
-
-def parse_threshold(text: str) -> Bounds:
-    """ "2.0" -> (None, 2.0); "0.5_5.0" -> (0.5, 5.0)."""
-    try:
-        numbers = [float(part) for part in str(text).split("_")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or not (0 <= numbers[0] <= numbers[-1] > 0) or numbers[-1] == float("inf"):
-        raise ValueError(f'threshold {text!r}: write one positive number, "2.0", or a band from low to high, "0.5_5.0"')
-    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-
-
-def parse_criteria(criteria: str, threshold: str) -> list[Criterion]:
-    """ "seq_mean_k3,token_k1" and "0.01,0.5_2.0" -> [("seq_mean", "k3", 0, 0.01), ("token", "k1", 0.5, 2.0)]. For k1, a single
-    bound hi means the band from 1/hi to hi."""
-    names, texts = [n.strip() for n in criteria.split(",")], [t.strip() for t in str(threshold).split(",")]
-    texts = texts * len(names) if len(texts) == 1 else texts
-    if len(texts) != len(names):
-        raise ValueError(f"{len(names)} rejection criteria ({criteria}) but {len(texts)} thresholds ({threshold})")
-    return [_parse_criterion(name, text) for name, text in zip(names, texts, strict=True)]
-
-
-def _parse_criterion(name: str, text: str) -> Criterion:
-    divergence = next((of for of in losses.DIVERGENCES if name.endswith(f"_{of}")), "")
-    level = name.removesuffix(f"_{divergence}")
-    if level not in losses.REJECTION_LEVELS or not divergence or name == "batch_k1":
-        levels = ", ".join(losses.REJECTION_LEVELS)
-        raise ValueError(
-            f"rejection criterion {name!r}: write one of {levels}, then _k1 (not of batch), _k2, _k3 or _binary_kl"
-        )
-    low, high = parse_threshold(text)
-    if divergence != "k1" and low is not None:
-        raise ValueError(f"{name} is bounded above only: write one number instead of {text!r}")
-    if divergence == "k1" and low is None:
-        low = min(high, 1 / high)
-        high = max(high, 1 / high)
-    return level, divergence, low or 0.0, high

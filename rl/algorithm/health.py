@@ -4,7 +4,7 @@ printed when it first occurs, and when its count is tenfold.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rl.algorithm import whole_batch
 from rl.algorithm.fates import OF_REJECTION, Fates
@@ -26,11 +26,6 @@ def _mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     for name, value in pairs:
         numbers.setdefault(name, []).append(value)
     return {name: mean(its) for name, its in numbers.items()}
-
-
-def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return metric -> mean over the steps."""
-    return _mean_by(pair for step in steps for pair in step.items())
 
 
 class Health:
@@ -124,8 +119,8 @@ class Health:
         self._texts.append({name: value for name, value in metrics.items() if name.startswith("text/") or name == SCORE})
         if len(self._texts) < 2 * WINDOW:
             return
-        first = _means(self._texts[:WINDOW])
-        last = _means(self._texts[-WINDOW:])
+        ends = self._texts[:WINDOW], self._texts[-WINDOW:]
+        first, last = (_mean_by(pair for metrics in steps for pair in metrics.items()) for steps in ends)
         for share, kind in zip(SHARES, ("more_repeated", "more_copied"), strict=True):
             name, better, worse = (f"text/{share}/{which}" for which in ("mean", "better", "worse"))
             pays = last[better] > last[worse] and last[SCORE] > first[SCORE]

@@ -12,15 +12,14 @@ from functools import partial
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 
+from rl.environments.named import environment_flag
 from rl.errors import UserError
 from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch, part_of
-from rl.model.attention import check_supported
+from rl.learning.micro_batches import MicroBatch
 from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve, takes_images
-from rl.model.sequence_parallel import gather_log_probs
+from rl.model.sequence_parallel import gather_log_probs, part_of
 from rl.ranks.dist import Ranks
 from rl.ranks.watchdog import progress
 
@@ -59,7 +58,7 @@ def _check_prompt(own, environment) -> None:
         )
     elif environment.has_agent:
         raise UserError(
-            f"--teacher-prompt with {environment.environment_flag[0]}: an agent's later conversations hold the policy's "
+            f"--teacher-prompt with {environment_flag(environment)[0]}: an agent's later conversations hold the policy's "
             "prompt. Leave one of them out."
         )
 
@@ -80,19 +79,6 @@ def check_teacher(path: str, args, policy: str) -> None:
         raise UserError(f"--teacher {path}: models that take images cannot teach or be taught here.")
     if args.learner.expert_parallel > 1 and args.teacher.has_second_model:
         raise UserError("--expert-parallel divides the policy's experts, not a teacher's. Leave it out with --teacher.")
-    _check_length(theirs.get_text_config(), path, args)
-
-
-def _check_length(config: PretrainedConfig, path: str, args) -> None:
-    """Raise UserError unless the model can read the teacher's longest prompt with a response."""
-    prompt, response = args.longest
-    context = getattr(config, "max_position_embeddings", None)
-    if context and prompt + response > context:
-        raise UserError(
-            f"--max-prompt-length {prompt} + --max-response-length {response} = {prompt + response} tokens, but the "
-            f"context of --teacher {path} is {context}. Lower one of them."
-        )
-    check_supported(config, f"--teacher {path}", prompt + response)
 
 
 class Teacher:

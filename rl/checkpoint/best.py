@@ -11,24 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
+from rl.checkpoint.files import checkpoints, hidden, step_of
 from rl.record import validations
-
-TRAINING, STATE = "training", "state.json"
-STEPS = "step_" + "[0-9]" * 6
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Return a run's checkpoints that can be resumed from, oldest first."""
-    return [file.parent.parent for file in sorted(run_dir.glob(f"{STEPS}/{TRAINING}/{STATE}"))]
-
-
-def hidden(checkpoint: Path) -> Path:
-    """Return the directory of a checkpoint that is being written or removed."""
-    return checkpoint.with_name(f".{checkpoint.name}")
 
 
 class Best:

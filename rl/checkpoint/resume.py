@@ -1,75 +1,43 @@
-"""Reads checkpoints: all that a run needs to continue as if it had never stopped, and the model as a Hugging Face directory.
+"""Resumes a run: finds its newest checkpoint, compares the two runs, and reads it into the learner.
 
-    runs/<name>/step_000020/            config, tokenizer, weights: AutoModelForCausalLM.from_pretrained loads it
-    runs/<name>/step_000020/adapter/    with --lora-rank: the adapter by itself, as peft has it
-    runs/<name>/step_000020/training/   fp32 weights and optimizer moments, a file a learner; state.json; groups
-    runs/<name>/best                    a link to the saved step that validated best
-
-A learner's file holds its parts of the tensors that training changes, by `<set>.<parameter>`: the set `model` or, with
---lora-rank, only `adapter`, since the rest is read from --model again; then the optimizer's `exp_avg`, `exp_avg_sq`. It is a
-safetensors file that torch.distributed.checkpoint reads, on any number of learners. Nothing is pickled. rl/checkpoint/saver.py
-writes.
+A flag belongs to the run unless its type says that it may change. A different value is refused, or listed if --resume-mode
+names the checkpoint. The flags of MUST_STAY are refused in any case: the saved state has no meaning under another value.
 """
 
 import json
 import sys
-import warnings
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
 
 import torch.distributed
 from safetensors import SafetensorError
 
-from rl.checkpoint.best import STATE, STEPS, TRAINING, checkpoints
+from rl import parts
+from rl.checkpoint import files
+from rl.checkpoint.files import STATE, STEPS, TRAINING, CheckpointArgs, Resumed
+from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.learning.learner import Learner
-from rl.parts import Part
-from rl.ranges import MayChange, Range
+from rl.masking import masked
+from rl.ranges import DEFAULT_BATCH, flag, may_change
 from rl.ranks import dist, launch
 from rl.record.identity import Identity
 from rl.record.run import Origin
 from rl.samples.group import Group, split_records
 
-GROUPS, UNFINISHED = "groups.bin", "unfinished.bin"
-LAYOUT = 2  # of the files; another one is refused
-
-
-@dataclass(frozen=True)
-class CheckpointArgs(Part):
-    """Checkpoints and resuming."""
-
-    _field = "checkpoint"
-
-    save_freq: MayChange[Annotated[int, Range(at_least=0, also=-1)]] = 0
-    """Steps between checkpoints. The last step is always saved; 0 or -1 saves nothing else."""
-    max_ckpt_to_keep: MayChange[Annotated[int, Range(at_least=0)]] = 3
-    """Number of checkpoints to keep, the newest ones; 0 keeps all. The best one by validation is always kept."""
-    resume_mode: MayChange[str] = "auto"
-    """auto: resume --experiment-name from its newest checkpoint, with the same settings; disable: start over; or the path of a
-    checkpoint, also with other settings, which are printed. After a restart by torchrun the job always resumes its own run."""
-
-
-@dataclass
-class Resumed:
-    """The point at which a run begins: after `step`, with the checkpoint's content. A new run has step 0 and no content."""
-
-    origin: Origin | None
-    state: dict
-    groups: list[Group]  # received and not trained yet
-    unfinished: list[Group]  # still being generated
-
-    @property
-    def step(self) -> int:
-        return self.origin.step if self.origin else 0
+# The order of the prompts, the tensors of the optimizer's state, the count of versions and the width of the sampling masks'
+# records depend on these.
+MUST_STAY = {"seed", "shuffle", "optim", "freeze_vision_tower", "lora_rank", "lora_alpha", "lora_target"}
+MUST_STAY |= {"top_k", "keep_sampling_mask"}
+MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 
 
 def resume(args, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
     """Bring the learner to the step at which the run stopped, if there is one to resume. args: the script's. Raise UserError if
     it was another run, or if its checkpoint cannot be used. A collective of the learners."""
-    origin = None if args.val_only else find(args.checkpoint, args.log.output_dir, args.log.experiment_name)
+    origin = find(args.checkpoint, args.log.output_dir, args.log.experiment_name)
     if not origin or not origin.checkpoint:
-        return Resumed(origin, {}, [], [])
+        return Resumed(origin)
     path = origin.checkpoint
     record = _read_state(path)
     if origin.step > total_steps:
@@ -77,11 +45,63 @@ def resume(args, identity: Identity, learner: Learner, total_steps: int) -> Resu
             f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
             "(--total-training-steps, --total-epochs), or start a new run with another --experiment-name."
         )
-    if learner.ranks.is_main and (lines := identity.check(record["identity"], path)):
+    if learner.ranks.is_main and (lines := check_same(identity, record["identity"], path)):
         print(f"warning: {path} resumes with other settings:", *lines, sep="\n  ", file=sys.stderr, flush=True)
     state = load(path, learner)
-    groups, unfinished = (groups_of((path / TRAINING / name).read_bytes()) for name in (GROUPS, UNFINISHED))
+    groups, unfinished = (groups_of((path / TRAINING / name).read_bytes()) for name in (files.GROUPS, files.UNFINISHED))
     return Resumed(origin, state, groups, unfinished)
+
+
+def check_same(run: Identity, was: dict, where: Path) -> list[str]:
+    """Return a line for each difference from a saved record. Raise UserError for any unless --resume-mode names `where`."""
+    if run.script != was["script"]:
+        raise UserError(f"{where} was written by {was['script']}, not by {run.script}. Resume with {was['script']}.")
+    now, old = (_settled(run.args, of["flags"]) for of in (run.record, was))
+    changed = {name for name in now if now[name] != old.get(name)} - may_change(type(run.args))
+    kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "staleness_threshold" in now else set())
+    lines = [f"{flag(name)}: was {old.get(name)}, is {now[name]}" for name in now if name in changed]
+    for name in [name for name in now if name in changed & kept]:
+        raise UserError(
+            f"{where} was written with {flag(name)} {old.get(name)}, now it is {now[name]}; its state means nothing under "
+            "another value. Give the old one, or start a new run with another --experiment-name."
+        )
+    if any(flags.get("teacher_prompt") is not None for flags in (now, old)):  # train_sft.py has no such flag
+        check_number(was["contents"], run.prompts, where)
+    lines += _other_contents(run.record, was)
+    if lines and run.args.checkpoint.resume_mode in ("auto", "disable"):
+        raise UserError(
+            f"{where} is of a run with other settings. Give the old ones, start a new run with another "
+            f"--experiment-name, or resume with the new ones with --resume-mode {where}:\n  " + "\n  ".join(lines)
+        )
+    return lines
+
+
+def _settled(args, flags: dict) -> dict:
+    """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
+    defaults = json.loads(json.dumps(parts.flat(type(args)())))
+    flags = masked(defaults | flags)
+    update = flags.get("ppo_mini_batch_size")
+    step = flags.get("train_batch_size") or update or DEFAULT_BATCH
+    return flags | {"train_batch_size": step, "ppo_mini_batch_size": update or step}
+
+
+def _other_contents(now: dict, was: dict) -> Iterable[str]:
+    for name, old in masked(was["contents"]).items():
+        if (new := now["contents"].get(name)) not in (None, old):
+            named = [str(of.get(name, "the model's")) for of in (masked(was["flags"]), now["flags"])]
+            what = "the tokenizer" if name == "tokenizer" else f"the content of {flag(name)}"
+            yield f"{what}: was {named[0]} ({old}), is {named[1]} ({new})"
+
+
+def check_number(contents: dict, prompts: PromptDataset, where: Path) -> None:
+    """Raise UserError unless the run of the samples at `where` had as many prompts. contents: of its record."""
+    number = int(contents["train_files"].split()[0])
+    if len(prompts) != number:
+        raise UserError(
+            f"{where} is of a run with {number:,} training prompts, and now there are {len(prompts):,}, so its samples would "
+            "belong to other rows. Give the same data and limits. --filter-overlong-prompts also leaves out rows whose "
+            "--teacher-prompt is too long: raise --max-prompt-length."
+        )
 
 
 def load(path: Path, learner: Learner) -> dict:
@@ -98,7 +118,7 @@ def _read_state(path: Path) -> dict:
         record = json.loads((path / TRAINING / STATE).read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}). Take another checkpoint with --resume-mode PATH.") from None
-    if record.get("layout") != LAYOUT:
+    if record.get("layout") != files.LAYOUT:
         raise UserError(
             f"{path} was written by an older version, in files that this one does not read. Start a new run from its weights: "
             f"--model {path}, with another --experiment-name."
@@ -110,7 +130,7 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Read weights and moments into this learner's parts of them, in place. Raise UserError if the checkpoint has others."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     try:
-        saved = {name: list(of.size) for name, of in _reader(path).read_metadata().state_dict_metadata.items()}
+        saved = {name: list(of.size) for name, of in files.reader(path).read_metadata().state_dict_metadata.items()}
         wanted = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if name := next((name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)), None):
             there, here = (of.get(name, "no such tensor") for of in (saved, wanted))
@@ -118,25 +138,11 @@ def load_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
                 f"{path} does not fit: {name} is {there} there and {here} here. Give the flags of its run (--model, --optim, "
                 "LoRA's, the critic's, --freeze-vision-tower)."
             )
-        read_tensors(path, tensors)
+        files.read_tensors(path, tensors)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{path / TRAINING} cannot be read ({error}). Take another checkpoint with --resume-mode PATH."
         ) from None
-
-
-def read_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read tensors of a checkpoint's training/, whole ones or this rank's parts, in place, whatever their precision."""
-    from torch.distributed import checkpoint as dcp
-
-    with warnings.catch_warnings(action="ignore"):  # that it does not ask other ranks
-        dcp.load(tensors, storage_reader=_reader(path), no_dist=True)
-
-
-def _reader(path: Path):
-    from torch.distributed import checkpoint as dcp  # late: it takes a while to import
-
-    return dcp.HuggingFaceStorageReader(str(path / TRAINING))
 
 
 def find(args: CheckpointArgs, output_dir: str, experiment_name: str | None) -> Origin | None:
@@ -166,7 +172,7 @@ def _find(args: CheckpointArgs, output_dir: Path, experiment_name: str | None) -
         if any(next(run_dir.glob(trace), None) for trace in ("config*.json", "metrics.jsonl", STEPS)):
             if _read_config(run_dir / "config.json") is None:
                 print(f"warning: {run_dir}/config.json is missing or damaged; the run continues", file=sys.stderr, flush=True)
-            newest = max(checkpoints(run_dir), default=None)
+            newest = max(files.checkpoints(run_dir), default=None)
             if not newest and next(run_dir.glob(STEPS), None):
                 raise UserError(f"{run_dir}: no checkpoint has its {TRAINING}/{STATE}. Start a new run, under another name.")
             return Origin(run_dir, newest)

@@ -1,5 +1,5 @@
 """Writes a run's checkpoints in the background. Each is written into a hidden directory, which is renamed when it is complete,
-so that a kill at any instruction leaves the checkpoint before. rl/checkpoint/resume.py describes the files, and reads them.
+so that a kill at any instruction leaves the checkpoint before. rl/checkpoint/files.py describes the files.
 
 Training continues meanwhile, so learners first copy their shards of what training changes to host memory, 12 bytes a parameter
 in all. If memory is short, nothing is copied, and training waits. The first learner then makes the model's files of the shards'
@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from rl.background import in_background
-from rl.checkpoint.best import STATE, STEPS, TRAINING, Best, hidden, step_of
-from rl.checkpoint.resume import GROUPS, LAYOUT, UNFINISHED, read_tensors
+from rl.checkpoint.best import Best
+from rl.checkpoint.files import GROUPS, LAYOUT, STATE, STEPS, TRAINING, UNFINISHED, hidden, read_tensors, step_of
 from rl.errors import UserError
 from rl.hub.names import on_hub
 from rl.hub.tensor_reader import INDEX
@@ -142,12 +142,6 @@ class Saver:
                 "Make room, then run the same command again: it resumes from the newest checkpoint."
             )
         return self.run_dir / f"step_{step:06d}"
-
-    def save_last(self, step: int, save: Callable[[int], None]) -> Path | None:
-        """Save the last step, unless it is saved already, and wait. Return the checkpoint; None if nothing was trained."""
-        if step > self.step:
-            save(step)
-        return self.finish(step) if step else None
 
     # ------------------------------------------------------------------------------------------- before the thread
 

@@ -4,6 +4,7 @@
 Both send each other lines of JSON over a socket; nothing is pickled. What the user's code prints goes to stderr, up to a limit.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -18,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
 
 from rl.errors import UserError
-from rl.printable import pass_on
 
 START_LIMIT = 120  # seconds to import what all children share
 PATIENCE = 10  # seconds that the process may take to end all that it has started
+PRINTED = 1 << 24  # bytes that each kind of the user's code may print in a run
 LAST_WORDS = 5  # seconds to pass on what was printed: if the process was killed, one that is left may hold the pipe open
 
 SECRETS = re.compile(  # in a name, or at its end
@@ -51,7 +52,7 @@ class Server:
         self._process = subprocess.Popen([sys.executable, "-m", module], env=environment, start_new_session=True, **pipes)
         theirs.close()
         self.pid = self._process.pid
-        self._printer = threading.Thread(target=pass_on, args=(self._process.stderr, whose), daemon=True)
+        self._printer = threading.Thread(target=_pass_on, args=(self._process.stderr, whose), daemon=True)
         self._printer.start()
         self._unwritten: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_write, args=(self._socket, self._unwritten), daemon=True).start()
@@ -109,6 +110,20 @@ class Server:
             self._process.wait()
         self._socket.close()
         self._printer.join(LAST_WORDS)
+
+
+def _pass_on(pipe: BinaryIO, whose: str) -> None:
+    """Print what arrives in the pipe, up to this rank's share of PRINTED bytes, until its other end is closed; then close it.
+    whose: the code, for the line that says what is left out."""
+    left = max(1 << 20, PRINTED // int(os.environ.get("WORLD_SIZE", 1)))
+    with pipe:
+        while data := os.read(pipe.fileno(), 1 << 16):
+            shown = data[: max(0, left)]
+            with contextlib.suppress(OSError):  # a full disk, or a console that was closed
+                os.write(2, shown)
+                if left >= 0 and len(data) > left:
+                    os.write(2, f"\nwarning: what {whose} prints is left out from here on.\n".encode())
+            left -= len(data)
 
 
 def _write(connection: socket.socket, unwritten: SimpleQueue) -> None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Range, check_code
+from rl.ranges import Content, MayChange, Range
+
+CALCULATOR = "demo-calculator"  # the model and the data of the demo with a tool
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,11 @@ class DataArgs(Part):
     def check(self, args) -> None:
         """Raise UserError for a --map that names no file."""
         if self.map:
+            from rl.user_file import check_code  # late: few runs have code of their own
+
             check_code("--map", self.map, "function")
 
 
 def demo_files(model: str, files: tuple[str, ...]) -> tuple[str, ...]:
     """The files, in which "demo" becomes the rows of the demo that is trained."""
-    return tuple(re.sub("^demo(?=$|:)", model, file) if model in ("demo-vl", "demo-calculator") else file for file in files)
+    return tuple(re.sub("^demo(?=$|:)", model, file) if model in ("demo-vl", CALCULATOR) else file for file in files)

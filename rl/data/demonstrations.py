@@ -16,7 +16,8 @@ from rl.data.measured import Measured, measure
 from rl.data.prompts import FileRows, begins_with_bos, is_message, render_chat
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Range, check_code
+from rl.ranges import Content, MayChange, Range
+from rl.user_file import check_code
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,14 @@ class Images:
         """Image tokens of each image."""
         return (self.grid.prod(1) // self.prep.merge**2).tolist()
 
-    def prepare(self) -> None:
-        """Makes the pixels now, to be kept until they are used. Raises ImageError."""
-        for image in range(len(self.sources)):
-            self.pixels_of(image)
+    def fault(self) -> ImageError | None:
+        """Makes the pixels now, to be kept until they are used. Returns what is wrong with an image."""
+        try:
+            for image in range(len(self.sources)):
+                self.pixels_of(image)
+        except ImageError as error:
+            return error
+        return None
 
     def pixels_of(self, image: int) -> Tensor:
         """[patches, values of a patch] fp32 on the CPU, of one image; prepared now unless still kept. Raises ImageError."""

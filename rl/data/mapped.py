@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rl.data.tables import Rows, table_of
+from rl.data.files import table_of
+from rl.data.tables import Rows
 from rl.errors import UserError
 from rl.ranks import watchdog
 from rl.user_file import import_file, split_code

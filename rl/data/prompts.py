@@ -1,6 +1,6 @@
 """Prompts from parquet, JSON lines or the hub, in verl's layout or as plain questions, and the endless order they are drawn in.
 
-rl/data/tables.py reads the rows; they are tokenised when they are drawn. A row is verl's (`prompt`: chat messages or a string,
+rl/data/files.py reads the rows; they are tokenised when they are drawn. A row is verl's (`prompt`: chat messages or a string,
 `data_source`, `reward_model.ground_truth`, `extra_info`) or a pair of `question` and `answer` in GSM8K's own layout: the text
 after the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise. There may be
 a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from rl.data.args import DataArgs
 from rl.data.columns import TRUTHS, check_columns, check_row, ground_truth, source_of
 from rl.data.measured import Measured, measure
-from rl.data.tables import Rows, place, read_table, weights_of
+from rl.data.tables import DEMOS, Rows, demo_table, place
 from rl.errors import ImageError, UserError
 
 if TYPE_CHECKING:
@@ -72,7 +72,13 @@ class FileRows(Sequence):
         """split: "train", "val" or "sft", the flag that names the files. args: DataArgs or DemonstrationArgs. Raises UserError
         if there are none."""
         self.args = args
-        self.files, self.weights = weights_of(files, split)
+        self.files = [*files]
+        self.weights = None
+        read_table = demo_table
+        if {*files} - DEMOS.keys():
+            from rl.data.files import read_table, weights_of  # late: the demo's rows are in no file
+
+            self.files, self.weights = weights_of(files, split)
         if not self.files:
             raise UserError(f"--{split}-files names no file. Name one, or leave the flag out.")
         limit = args.val_max_samples if split == "val" else args.train_max_samples

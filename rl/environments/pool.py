@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl.children.server import Server, as_json, without_secrets
 from rl.data.tools import Tools
+from rl.environments import named
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.printable import one_line
@@ -44,7 +45,7 @@ class Environments:
         engine can keep to a JSON schema; prep: of a model that takes images. Raise UserError if the file cannot be used."""
         self.args = args
         self._settings = {
-            "programs": args.programs,
+            "programs": named.programs(args),
             "reward": reward,
             "reward_weights": [*reward_weights],
             "agent": args.agent,
@@ -70,7 +71,7 @@ class Environments:
         """Start the process. Set, by the name of the environment, `tools` and whether it `scores_at_end`; and `note`, for the
         user."""
         environment = without_secrets(os.environ, os.environ.get("RL_PASS_ENV", "").split())
-        flag = " ".join(self.args.environment_flag)
+        flag = " ".join(named.environment_flag(self.args))
         self._server = Server("rl.environments.worker", self._settings, environment, flag, "the environment")
         ready = self._server.ready
         self.tools = {name: Tools(**tools) for name, tools in ready["tools"].items()}
@@ -91,7 +92,7 @@ class Environments:
         """Start the server that agents call, on the rank that leads this engine. Raise UserError if the port is not free."""
         self.check()
         self._engine = engine
-        host, port = self.args.serve_address or ("127.0.0.1", 0)
+        host, port = named.serve_address(self.args) or ("127.0.0.1", 0)
         secret = os.environ.get(SECRET, "") if self.args.serve_policy else ""
         order = {"do": "listen", "host": host, "port": port + engine if port else 0, "secret": secret}
         self.url = self._server.ask(order)["url"]
@@ -105,6 +106,10 @@ class Environments:
             time.sleep(LINGER)
         self._server.close()
 
+    def name_of(self, row: dict) -> str:
+        """Return the name of a row's environment; an empty string if there is one for all rows."""
+        return "" if "" in self.tools else row["environment"]
+
     # -- episodes
 
     def begin(self, key: Hashable, row: dict, seed: int, own_seed: int, split: str = "train") -> None:
@@ -114,7 +119,7 @@ class Environments:
         self._numbers[key] = self._count
         self._keys[self._count] = key
         more = {"tape": self.place(key)} if self.place else {}
-        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.args.name_of(row), **more)
+        self.ask(key, "reset", row=row, seed=seed, own_seed=own_seed, split=split, environment=self.name_of(row), **more)
 
     def ask(self, key: Hashable, what: str, **item: Any) -> None:
         """Ask an episode to "reset", to "step" after the model's turn, or for the reward at an early "end"."""

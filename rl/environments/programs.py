@@ -175,11 +175,7 @@ class ToolEnvironment:
         done = iter(awaited(_all(at_work)) if at_work else ())  # async tools of a turn run at the same time
         results = [next(done) if inspect.isawaitable(result) else result for result in results]
         names = [{"name": call["name"]} if isinstance(call, dict) else {} for call in calls]
-        return (
-            [{"role": "tool"} | _told(result) | name for result, name in zip(results, names, strict=True)],
-            None,
-            False,
-        )
+        return ([{"role": "tool"} | _told(result) | name for result, name in zip(results, names, strict=True)], None, False)
 
     def _called(self, call: dict | str) -> Any:
         """Return what a call returns, perhaps an awaitable; or its exception."""

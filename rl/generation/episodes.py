@@ -157,7 +157,7 @@ class Episodes(Responses):
         work = self.working[id[0]]
         sampled = int(work.added[id[1]].sampled(len(episode.final.token_ids)).sum())
         own = {}
-        if name := self.args.environment.name_of(work.prompt.row):
+        if name := self.environments.name_of(work.prompt.row):
             score = work.scores.get(id[1])
             own = {f"env/{name}/turns": episode.turns}
             own |= {} if score is None or score.score is None else {f"env/{name}/score": score.score}
@@ -424,7 +424,7 @@ class Episodes(Responses):
         """End an episode that its environment has not ended. The environment may still have a reward for it."""
         episode = self._of[id]
         episode.cut = cut
-        name = self.args.environment.name_of(self.working[id[0]].prompt.row)
+        name = self.environments.name_of(self.working[id[0]].prompt.row)
         if self.environments.scores_at_end[name] and not episode.rewards:
             self._ask(id, "end", ids=episode.now.output.token_ids)
         else:

@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl.data.job import Job
-from rl.data.prompts import Prompt
 from rl.errors import UserError
-from rl.generation.engine import (
-    Engine,
-    EngineArgs,
-    EngineRanks,
-    Output,
-    Request,
-    SamplingArgs,
-    SamplingParams,
-    request_seed,
-)
+from rl.generation.engine import Engine, EngineArgs, EngineRanks, Output, Request, SamplingArgs, SamplingParams, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses, prompt_routes, recorded, to_response
 from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.ranks import dist
@@ -235,12 +225,13 @@ class Generator:
     def _row(self, index: int, group: OpenGroup, number: int) -> dict:
         score = group.scores[number]
         tokens = group.outputs[number].token_ids
+        environments = self.job.environments
         if group.added[number].images:
             tokens = self.job.prompts.prep.once(tokens)
         return {
             "index": index,
             "data_source": self._val_set(index)[0] or group.prompt.data_source,
-            "environment": self.args.environment.name_of(group.prompt.row),
+            "environment": environments.name_of(group.prompt.row) if environments else "",
             "prompt": group.prompt.text,
             "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not self.responses.have_turns),
             "ground_truth": str(group.prompt.ground_truth),
@@ -258,7 +249,7 @@ class Generator:
         group.room = sampling.max_tokens
         if self.stop:
             sampling = dataclasses.replace(sampling, stop=self.stop)
-        if fault := _image_fault(prompt):
+        if fault := prompt.images and prompt.images.fault():
             group.event = Score(None, event="image", message=f"{prompt.where}: {fault}")
             self.working[key] = group
             self._ended += [Output((key, i), [], [], [], "length") for i in range(group.n + group.greedy)]
@@ -295,19 +286,6 @@ class Generator:
         self.pool.submit(output.id, p.data_source, text, p.ground_truth, p.extra_info, **further)
 
 
-def _image_fault(prompt: Prompt) -> Exception | None:
-    """Prepare the prompt's images. Return what is wrong with one of them."""
-    if not prompt.images:
-        return None
-    from rl.errors import ImageError
-
-    try:
-        prompt.images.prepare()
-    except ImageError as error:
-        return error
-    return None
-
-
 def make_generator(
     args, job: Job, ranks: dist.Ranks, pool: ScoringPool, give_up: Callable[[], bool] = lambda: False
 ) -> Generator:
@@ -331,7 +309,6 @@ def make_generator(
         from rl.rewards.tape import Tape  # late: few runs have one
 
         Tape(args.environment.record_env, args.environment.from_tape).serve(pool, job.environments, engine)
-    dist.engines_first("generator")
     engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)
     return Generator(engine, job, pool, args, engine_ranks, give_up, make_responses(args, job, engine, engine_ranks))
 
@@ -363,17 +340,9 @@ def make_engine(
         return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens, **more)
     from rl.generation.embedded.engine import TransformersEngine
 
-    return TransformersEngine(
-        path,
-        max_length=max_length,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        end_tokens=end_tokens,
-        records_routes=records_routes,
-    )
+    sizes = {"max_length": max_length, "max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
+    more = {"trust_remote_code": trust_remote_code, "end_tokens": end_tokens, "records_routes": records_routes}
+    return TransformersEngine(path, dtype=dtype, device=device, **sizes, **more)
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:

@@ -155,11 +155,7 @@ class Responses:
 
 
 def to_response(
-    output: Output,
-    group: OpenGroup,
-    score: float | None = 0.0,
-    extra: dict[str, float] | None = None,
-    error: str | None = None,
+    output: Output, group: OpenGroup, score: float | None = 0.0, extra: dict[str, float] | None = None, error: str | None = None
 ) -> Response:
     """Return the record of an engine's output. group: its own."""
     return Response(

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from rl.ranks.device import is_accelerator
 from rl.ranks.pinned import PinnedBlocks
-from rl.ranks.shards import local, zeros_on_host
+from rl.ranks.shards import local
 
 PIECE = 1 << 24  # elements of a step: 64 MB of each moment
 BLOCK = 256  # elements that share a scale
@@ -54,10 +54,17 @@ class CompactAdamW(torch.optim.Optimizer):
                 state[name] = self._zeros(value, torch.float32)
         return state
 
+    @torch.no_grad()
     def _zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self.on_host:
-            return zeros_on_host(like, dtype, self._pinned)
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)  # as in zeros_on_host
+        """Return contiguous zeros, sharded as `like` is; with `on_host` in host memory, pinned next to an accelerator."""
+        # A slice of one element counts as contiguous whatever its stride, and zeros like it would keep that stride.
+        place = {"dtype": dtype, "memory_format": torch.contiguous_format} | ({"device": "cpu"} if self.on_host else {})
+        if not (self.on_host and is_accelerator(like.device)):
+            return torch.zeros_like(like, **place)
+        made = torch.empty_like(like, **place)
+        own = local(made)
+        own.set_(self._pinned.zeros(own.numel(), dtype).view(own.shape))
+        return made
 
     @torch.no_grad()
     def step(self) -> None:

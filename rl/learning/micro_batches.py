@@ -6,7 +6,6 @@ and its targets at the tokens of a micro-batch: what `actor_loss` computes on.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,32 +107,11 @@ def plan_of(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) 
 def micro_batch(batch: Batch, responses: list[int], ranks: Ranks) -> MicroBatch:
     """Pack the given responses: this rank's part of the row."""
     micro = MicroBatch.of(batch, responses, ranks.device)
-    return part_of(micro, ranks) if ranks.sequence_parallel > 1 else micro
+    if ranks.sequence_parallel == 1:
+        return micro
+    from rl.model.sequence_parallel import part_of  # late: few runs share sequences
 
-
-def part_of(micro: MicroBatch, ranks: Ranks) -> MicroBatch:
-    """Return the micro-batch with this rank's piece of its row. Its index is still that of all n tokens."""
-    from rl.model.sequence_parallel import Piece  # late: only --sequence-parallel needs it
-
-    piece = Piece(micro.layout, ranks)
-    own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
-    return dataclasses.replace(
-        micro,
-        inputs={name: _input_part(x, piece) for name, x in micro.inputs.items()},
-        layout=piece,
-        predict=micro.predict[own] - piece.begin,
-        labels=micro.labels[own],
-        routes=None if micro.routes is None else piece.of(micro.routes, -1),  # rl.model.router.UNKNOWN
-        own=own,
-        support=None if micro.support is None else micro.support[own],
-    )
-
-
-def _input_part(x, piece):
-    """Cut one input of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
-    if not isinstance(x, torch.Tensor):
-        return x.within(piece.begin, piece.begin + piece.size)
-    return piece.of(x.movedim(-1, 0)).movedim(0, -1)
+    return part_of(micro, ranks)
 
 
 def tokens_of(batch: Batch, responses: torch.Tensor) -> torch.Tensor:

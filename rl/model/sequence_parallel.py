@@ -105,6 +105,29 @@ class Piece:
         return AllToAll.apply(x, rows, rows, self.group)
 
 
+def part_of(micro, ranks: Ranks):
+    """The MicroBatch with this rank's piece of its row. Its index is still that of all n tokens."""
+    piece = Piece(micro.layout, ranks)
+    own = torch.nonzero(micro.predict // piece.size == piece.begin // piece.size).squeeze(1)
+    return dataclasses.replace(
+        micro,
+        inputs={name: _input_part(x, piece) for name, x in micro.inputs.items()},
+        layout=piece,
+        predict=micro.predict[own] - piece.begin,
+        labels=micro.labels[own],
+        routes=None if micro.routes is None else piece.of(micro.routes, -1),  # rl.model.router.UNKNOWN
+        own=own,
+        support=None if micro.support is None else micro.support[own],
+    )
+
+
+def _input_part(x, piece):
+    """Cut one input of a model's forward: [1, T] -> [1, t], [3, 1, T] -> [3, 1, t], or the row's images."""
+    if not isinstance(x, torch.Tensor):
+        return x.within(piece.begin, piece.begin + piece.size)
+    return piece.of(x.movedim(-1, 0)).movedim(0, -1)
+
+
 def gather_log_probs(micro, ranks: Ranks, log_prob: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probs and entropies of a rank's own tokens -> those of all n tokens of the micro-batch, [n] each, with gradient
     if they had one. log_prob [own tokens, m] becomes [n, m]."""

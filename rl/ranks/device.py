@@ -28,10 +28,7 @@ os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 HALF = {torch.float16, torch.bfloat16}
 # Kernels for attention over packed rows (rl/model/attention_kernels.py): name, precisions, most segments, largest head
-PACKED_ATTENTION = {
-    "cuda": ("flash", HALF, 2**31, 256),
-    "npu": ("fusion", HALF | {torch.float32}, 1000, 768),
-}
+PACKED_ATTENTION = {"cuda": ("flash", HALF, 2**31, 256), "npu": ("fusion", HALF | {torch.float32}, 1000, 768)}
 # Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/kernels.py)
 DELTA_RULE = {"cuda": HALF, "npu": HALF}
 LOOPED_EXPERTS = {"npu"}  # kinds on which torch computes grouped products one after another (rl/model/grouped_experts.py)
@@ -194,16 +191,6 @@ def synchronize() -> None:
 def devices_are_shared() -> bool:
     """Return whether this node has more ranks than accelerators."""
     return kind() != "cpu" and launch.here().local_world_size > torch.accelerator.device_count()
-
-
-def memory_left() -> tuple[int, int] | None:
-    """Return (bytes of the accelerator that new tensors may take, its total bytes); None if its driver does not know. Unused
-    memory of the allocator counts as free."""
-    try:
-        free, total = module().mem_get_info()
-    except RuntimeError:
-        return None
-    return free + module().memory_reserved() - module().memory_allocated(), total
 
 
 # ---------------------------------------------------------------------------------------------------------- host memory

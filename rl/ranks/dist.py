@@ -113,22 +113,6 @@ def stopping() -> bool:
     return bool(all_reduce_sum(torch.tensor([float(stops.stop_requested())])))
 
 
-def engines_first(role: str) -> None:
-    """If generators and learners share this node's devices, report that a generator's engine has started, and let a learner
-    wait for all engines of the node: a starting engine counts memory that others allocate meanwhile as its own."""
-    here = launch.here()
-    node = next((node for node in launch.nodes() if node.first == here.first), None)
-    shares = node and node.generators and node.learners
-    if not shares or not device.devices_are_shared():
-        return
-    engines = [f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)]
-    store = launch.open_store(timedelta(days=7))
-    if role == "generator":
-        store.set(f"engine/{here.first}/{here.local_rank}", "started")
-        return
-    store.wait(engines)
-
-
 # ---------------------------------------------------------------------------------------------------- collectives
 
 

@@ -74,7 +74,7 @@ class Node:
 
 
 _nodes: list[Node] = []
-_neighbours: dict[int, int] = {}
+neighbours: dict[int, int] = {}  # process ids of this node's ranks, by rank; none before all have joined
 
 
 def nodes() -> list[Node]:
@@ -106,11 +106,6 @@ def place(rank: int | None = None, pid: int | None = None) -> str:
     )
     details = ", ".join([f"rank {rank}"] * (name != f"rank {rank}") + [f"process {pid}"] * (pid is not None))
     return name + (f" ({details})" if details else "") + (f" on {node}" if len(_nodes) > 1 else "")
-
-
-def neighbours() -> dict[int, int]:
-    """Return the process ids of this node's ranks, by rank; none before all have joined."""
-    return _neighbours
 
 
 def exchange_nodes(store: dist.Store, generators: int) -> None:
@@ -146,7 +141,7 @@ def exchange_processes(store: dist.Store) -> None:
     """Exchange the process ids of this node's ranks. A collective of the node's ranks."""
     me = here()
     store.set(f"pid/{me.rank}", str(os.getpid()))
-    _neighbours.update({rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)})
+    neighbours.update({rank: int(store.get(f"pid/{rank}")) for rank in range(me.first, me.first + me.local_world_size)})
 
 
 def is_alive(pid: int) -> bool:

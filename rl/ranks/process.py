@@ -61,13 +61,10 @@ def run(main: Callable, join: Callable = dist.init) -> None:
 def fail(error: UserError, name: str = "") -> NoReturn:
     """End this process with exit code 1 and the message, which one rank of each node prints. name: this rank's."""
     text = masked(str(error))
-    stops.report(f"error: {text}", _failure(name or f"rank {launch.here().rank}", text))
+    name = name or f"rank {launch.here().rank}"
+    stops.report(f"error: {text}", f"{name} on {platform.node()} failed: {text}")
     sys.stdout.flush()
     os._exit(1)
-
-
-def _failure(name: str, what: str) -> str:
-    return f"{name} on {platform.node()} failed: {what}"
 
 
 def _explain(name: str, error: Exception) -> None:
@@ -79,7 +76,7 @@ def _explain(name: str, error: Exception) -> None:
     elif lost:
         what = f"{name} failed: it lost its connection to another rank, which has left no message here ({text})"
         stops.report(what, what)
-    elif stops.record(_failure(name, text))[0]:
+    elif stops.record(f"{name} on {platform.node()} failed: {text}")[0]:
         print(printable(f"{name} failed:\n{''.join(traceback.format_exception(error))}"), end="", file=sys.stderr, flush=True)
 
 

@@ -2,34 +2,15 @@
 rl/ranks/gathering.py makes whole parameters of the shards of all ranks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rl.ranks.device import is_accelerator
-
-if TYPE_CHECKING:
-    from rl.ranks.pinned import PinnedBlocks
-
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of the tensor that this rank holds, in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def zeros_on_host(like: torch.Tensor, dtype: torch.dtype, pinned: "PinnedBlocks") -> torch.Tensor:
-    """Contiguous zeros in host memory, sharded as `like` is; from `pinned` if `like` is on an accelerator."""
-    # A slice of one element counts as contiguous whatever its stride, and zeros like it would keep that stride.
-    place = {"dtype": dtype, "device": "cpu", "memory_format": torch.contiguous_format}
-    if not is_accelerator(like.device):
-        return torch.zeros_like(like, **place)
-    made = torch.empty_like(like, **place)
-    own = local(made)
-    own.set_(pinned.zeros(own.numel(), dtype).view(own.shape))
-    return made
 
 
 def as_it_is(name: str, shard: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def cause(wait: float = 0) -> str:
 def _cause(store: Store) -> str:
     if store.check([FAILED]):
         return store.get(FAILED).decode()
-    gone = {rank: pid for rank, pid in launch.neighbours().items() if not launch.is_alive(pid)}
+    gone = {rank: pid for rank, pid in launch.neighbours.items() if not launch.is_alive(pid)}
     killed = [launch.place(rank, pid) for rank, pid in gone.items() if not store.check([f"{ENDED}/{rank}"])]
     if not killed:
         return ""

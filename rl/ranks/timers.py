@@ -12,18 +12,10 @@ from rl.ranks import device, dist, watchdog
 PHASES = ("generate", "score", "wait", "publish", "train", "other")  # into which every rank's time is divided
 PHASE_OF = {  # by timer
     "gen": "generate",
-    "score": "score",
-    "env": "score",
-    "wait": "wait",
-    "held": "wait",  # by the bound of staleness, until newer weights let more samples start
+    **dict.fromkeys(("score", "env"), "score"),
+    **dict.fromkeys(("wait", "held"), "wait"),  # held by the bound of staleness, until newer weights let more samples start
     "update_weights": "publish",
-    "old_log_prob": "train",
-    "ref": "train",
-    "teacher": "train",
-    "adv": "train",
-    "values": "train",
-    "update_critic": "train",
-    "update_actor": "train",
+    **dict.fromkeys(("old_log_prob", "ref", "teacher", "adv", "values", "update_critic", "update_actor"), "train"),
 }
 SETTLED = {"update_actor"}  # timers that stop only when the accelerator is done, so that they include the last optimizer step
 

@@ -16,6 +16,7 @@ from typing import Any
 from rl import parts
 from rl.errors import UserError
 from rl.masking import masked
+from rl.printable import in_markdown
 from rl.record import validations
 
 GLOBAL_STEP = "training/global_step"  # of W&B's rows
@@ -70,7 +71,7 @@ class TensorBoard:
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Show responses of a validation. rows: with validations.COLUMNS."""
-        self._writer.add_text("val/generations", validations.markdown(rows), step)
+        self._writer.add_text("val/generations", _table(rows), step)
 
     def finish(self) -> None:
         self._writer.close()
@@ -103,7 +104,7 @@ class MLflow:
     log_validation = log
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
-        self._client.log_text(self._id, validations.markdown(rows), f"val_generations/step_{step:06d}.md")
+        self._client.log_text(self._id, _table(rows), f"val_generations/step_{step:06d}.md")
 
     def finish(self) -> None:
         self._client.set_terminated(self._id)
@@ -121,7 +122,7 @@ class _ByStep:
     log_validation = log
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
-        self._run.log({"val/generations": self._text(validations.markdown(rows))}, step)
+        self._run.log({"val/generations": self._text(_table(rows))}, step)
 
     def finish(self) -> None:
         self._run.finish()
@@ -207,3 +208,10 @@ LOCAL = {
     "swanlab": "SWANLAB_MODE=offline in the environment",
     "trackio": "set no TRACKIO_SPACE_ID in the environment",
 }
+
+
+def _table(rows: list[dict]) -> str:
+    """Return a Markdown table of a validation's responses."""
+    names = validations.COLUMNS
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(in_markdown(str(row[name])) for name in names)} |" for row in rows)])

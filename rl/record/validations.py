@@ -16,10 +16,7 @@ val_generations/step_<step>.jsonl has a line for each response: prompt, response
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-
-from rl.printable import in_markdown
 
 FILE = "validations.jsonl"
 STEP = "training/validated_step"
@@ -72,60 +69,3 @@ def write_responses(run_dir: Path, step: int, rows: list[dict]) -> None:
     directory.mkdir(exist_ok=True)
     lines = [json.dumps({"step": step} | {name: row[name] for name in COLUMNS}) for row in rows]
     (directory / f"step_{step:06d}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def markdown(rows: list[dict]) -> str:
-    """Return a table of a validation's responses."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(in_markdown(str(row[name])) for name in COLUMNS)} |" for row in rows)])
-
-
-# ------------------------------------------------------------------------------------- arriving from several generators
-
-
-@dataclass(frozen=True)
-class Validation:
-    """A whole validation."""
-
-    step: int  # after which these weights were published
-    version: int
-    rows: list[dict]  # one per response, in order of the prompts
-
-
-class Parts:
-    """Validations that arrive in parts, one from each generator."""
-
-    def __init__(self):
-        self.newest = -1  # the newest step whose validation has arrived whole
-        self._parts: dict[int, list[dict]] = {}  # by step
-
-    def add(self, part: dict) -> None:
-        step = part["step"]
-        self._parts.setdefault(step, []).append(part)
-        if self._is_whole(step):
-            self.newest = max(self.newest, step)
-
-    def take(self) -> list[Validation]:
-        """Return those that are whole, in order of step."""
-        out = []
-        for step in sorted(step for step in self._parts if self._is_whole(step)):
-            parts = self._parts.pop(step)
-            rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["index"])
-            out += [Validation(step, parts[0]["version"], rows)] if rows else []
-        return out
-
-    def skip_recorded(self, steps: Iterable[int]) -> None:
-        """Skip validations that the record of a resumed run has already, perhaps since the checkpoint."""
-        for step in steps:
-            self._parts.pop(step, None)
-            self.newest = max(self.newest, step)
-
-    def state(self) -> dict:
-        return {"validated": self.newest, "rows": [parts for step, parts in self._parts.items() if self._is_whole(step)]}
-
-    def restore(self, state: dict) -> None:
-        self.newest = state["validated"]
-        self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
-
-    def _is_whole(self, step: int) -> bool:
-        return len(self._parts[step]) == self._parts[step][0]["parts"]

@@ -1,16 +1,12 @@
 """The flags of rewards: the reward function, its limits, and what happens when it fails."""
 
-import ast
-import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from rl.errors import UserError
 from rl.parts import Part
-from rl.ranges import Content, MayChange, Range, check_code
+from rl.ranges import Content, MayChange, Range
 from rl.rewards.verifiers import CODE
-from rl.user_file import split_code
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,11 @@ class RewardArgs(Part):
     @property
     def scores_environments(self) -> bool:
         """Whether --reward names functions in TRL's form, which are called in the processes of the episodes."""
-        is_file = bool(self.reward) and self.reward != CODE
-        return is_file and any(_is_of_trl(names) for names in parameters_of(self.reward))
+        if not self.own_reward:
+            return False
+        from rl.rewards.trl_functions import parameters_of, scores_environments  # late: few runs have functions of their own
+
+        return any(map(scores_environments, parameters_of(self.reward)))
 
     @property
     def own_reward(self) -> str | None:
@@ -53,45 +52,17 @@ class RewardArgs(Part):
 
     def check(self, args) -> None:
         """Raise UserError for a --reward that names no file, or functions that cannot score together."""
-        if self.reward and self.reward != CODE:
+        functions = []
+        if self.own_reward:
+            from rl.user_file import check_code, split_code
+
             check_code("--reward", self.reward, "function")
-        functions = split_code(self.reward)[1].split(",") if self.own_reward else []
+            functions = split_code(self.reward)[1].split(",")
         if self.reward_weights and len(self.reward_weights) != len(functions):
             raise UserError(
                 f"--reward-weights has {len(self.reward_weights)} weights, and --reward names {len(functions)} functions."
             )
         if self.scores_environments:
-            self._check_functions(args.environment)
+            from rl.rewards.trl_functions import check_functions
 
-    def _check_functions(self, environment) -> None:
-        """Raise UserError unless all functions are in TRL's form, and there is an environment or tools."""
-        functions = parameters_of(self.reward)
-        if not all(map(_is_of_trl, functions)):
-            raise UserError(f"--reward {self.reward}: each function must name environments or completions, or none of them.")
-        if not (environment.env or environment.tools):
-            raise UserError(
-                f"--reward {self.reward}: a function of environments or completions, as TRL's, needs --env or --tools. Give "
-                "one, or a function of (data_source, solution_str, ground_truth, extra_info)."
-            )
-        if environment.tools and any("environments" in names for names in functions):
-            raise UserError(f"--reward {self.reward}: a function of environments needs --env. Name their class with it.")
-        if any("trainer_state" in names for names in functions):
-            raise UserError(f"--reward {self.reward}: there is no trainer_state here. Leave the parameter out.")
-
-
-def _is_of_trl(parameters: set[str]) -> bool:
-    return bool(parameters & {"environments", "completions"}) and "solution_str" not in parameters
-
-
-@functools.cache
-def parameters_of(spec: str) -> list[set[str]]:
-    """Return the names of the parameters of each function that path/to/file.py:names names and the file defines. The file is
-    not imported."""
-    path, names = split_code(spec)
-    try:
-        nodes = ast.parse(Path(path).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # reported where the file is imported
-        return []
-    functions = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    found = [functions[name] for name in names.split(",") if name in functions]
-    return [{a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)} for args in found]
+            check_functions(self.reward, args.environment)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from rl.samples.group import Group
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 
 
 class SampleBuffer:

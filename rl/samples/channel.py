@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -15,7 +15,6 @@ from rl.background import in_background
 from rl.errors import UserError
 from rl.ranks import launch, watchdog
 from rl.ranks.timers import Timers
-from rl.record.validations import Parts, Validation
 from rl.samples.group import Group, all_gather_records
 from rl.split import Split
 from rl.transport.bridge import senders
@@ -126,6 +125,54 @@ class Outbox:
     def _send(self, kind: bytes, body: bytes) -> None:
         self._queue.append((kind, body))
         self.flush()
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A whole validation."""
+
+    step: int  # after which these weights were published
+    version: int
+    rows: list[dict]  # one per response, in order of the prompts
+
+
+class Parts:
+    """Validations that arrive in parts, one from each generator."""
+
+    def __init__(self):
+        self.newest = -1  # the newest step whose validation has arrived whole
+        self._parts: dict[int, list[dict]] = {}  # by step
+
+    def add(self, part: dict) -> None:
+        step = part["step"]
+        self._parts.setdefault(step, []).append(part)
+        if self._is_whole(step):
+            self.newest = max(self.newest, step)
+
+    def take(self) -> list[Validation]:
+        """Return those that are whole, in order of step."""
+        out = []
+        for step in sorted(step for step in self._parts if self._is_whole(step)):
+            parts = self._parts.pop(step)
+            rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["index"])
+            out += [Validation(step, parts[0]["version"], rows)] if rows else []
+        return out
+
+    def skip_recorded(self, steps: Iterable[int]) -> None:
+        """Skip validations that the record of a resumed run has already, perhaps since the checkpoint."""
+        for step in steps:
+            self._parts.pop(step, None)
+            self.newest = max(self.newest, step)
+
+    def state(self) -> dict:
+        return {"validated": self.newest, "rows": [parts for step, parts in self._parts.items() if self._is_whole(step)]}
+
+    def restore(self, state: dict) -> None:
+        self.newest = state["validated"]
+        self._parts = {parts[0]["step"]: parts for parts in state["rows"]}
+
+    def _is_whole(self, step: int) -> bool:
+        return len(self._parts[step]) == self._parts[step][0]["parts"]
 
 
 class Inbox:

@@ -11,7 +11,8 @@ from rl.ranks.timers import Timers
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import ControlBlock, Inbox
 from rl.samples.group import Group, lack_scores
-from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, Schedule, check_kind
+from rl.samples.schedule import NextTicket, Schedule, check_kind
+from rl.samples.split_schedule import AsyncSchedule, OneStepOffSchedule
 from rl.samples.tickets import drawn, open_tickets, started
 from rl.split import Split
 

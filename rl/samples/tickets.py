@@ -1,6 +1,6 @@
 """Tickets, which are drawn from the store's counter, started when the schedule allows it, and counted.
 
-Left out: the bound of staleness (rl/samples/schedule.py), and the groups' fate (rl/samples/buffer.py).
+Left out: the bound of staleness (rl/samples/split_schedule.py), and the groups' fate (rl/samples/buffer.py).
 """
 
 import json
@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from rl.samples.channel import State
 from rl.samples.group import Group
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 
 OPENED, DRAWN, STARTED = "tickets/opened", "tickets/drawn", "tickets/started"  # keys of the store; the last two are counters
 

@@ -14,7 +14,8 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
-from rl.algorithm.metrics import batch_metrics, staleness_metrics
+from rl.algorithm.metrics import batch_metrics
+from rl.algorithm.staleness import staleness_metrics
 from rl.learning.batch import Batch
 from rl.learning.learner import Forward
 from rl.ranks.timers import Timers

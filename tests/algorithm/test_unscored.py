@@ -78,7 +78,7 @@ def generator() -> Generator:
     """What a generator needs for its records."""
     bare = Generator.__new__(Generator)
     bare.args = train_sync.Args()
-    bare.job = SimpleNamespace(val_sets=None, tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
+    bare.job = SimpleNamespace(val_sets=None, environments=None, tokenizer=SimpleNamespace(decode=lambda *_, **__: "text"))
     bare.responses = Responses(engine=None)
     return bare
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.checkpoint.best import STATE, TRAINING, Best, checkpoints, step_of
+from rl.checkpoint.best import Best
+from rl.checkpoint.files import STATE, TRAINING, checkpoints, step_of
 
 
 @pytest.fixture

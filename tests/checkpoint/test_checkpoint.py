@@ -14,7 +14,7 @@ from helpers import ROOT, command, run_script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.checkpoint import resume
+from rl.checkpoint import files, resume
 from rl.errors import UserError
 
 FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples", "40", "--save-freq", "10"]
@@ -100,7 +100,7 @@ def stream(demo_model, tmp_path_factory) -> Path:
 
 def pieces(path: Path) -> dict[int, list]:
     """Responses by ticket that waited or were unfinished at a checkpoint."""
-    names = (resume.GROUPS, resume.UNFINISHED)
+    names = (files.GROUPS, files.UNFINISHED)
     groups = [group for name in names for group in resume.groups_of((path / "training" / name).read_bytes())]
     return {group.ticket: group.responses for group in groups}
 

@@ -10,6 +10,7 @@ import train_sync
 from rl import parts
 from rl.data.columns import ENVIRONMENT, GSM8K
 from rl.data.prompts import PromptDataset
+from rl.environments import named
 from rl.errors import UserError
 
 ALL, TRUTH = frozenset({"prompt", "ground_truth"}), frozenset({"ground_truth"})
@@ -78,4 +79,4 @@ def test_an_answer_that_is_gsm8k_s_is_graded_as_before(tmp_path):
 )
 def test_who_brings_what(flags, brought):
     args = parts.make(train_sync.Args, **flags)
-    assert args.environment.brought(args.reward.own_reward) == brought
+    assert named.brought(args.environment, args.reward.own_reward) == brought

@@ -14,8 +14,8 @@ from transformers import Qwen2Tokenizer
 
 from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer
 from rl.data.args import DataArgs
+from rl.data.files import read_table
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.data.tables import read_table
 from rl.errors import UserError
 
 TOKENIZER = build_tokenizer()

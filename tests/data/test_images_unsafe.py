@@ -137,6 +137,6 @@ def test_a_directory_of_images_is_its_own_limit(tmp_path):
 
 def test_a_hub_datasets_rows_are_read_by_its_rules(hub, tmp_path, vlms, monkeypatch):  # noqa: F811
     rows = [{**row("<image>How many?", []), "images": [str(tmp_path / "secret.png")]}]
-    monkeypatch.setattr("rl.data.tables._read_hub", lambda *_: Dataset.from_list(rows))
+    monkeypatch.setattr("rl.data.files._read_hub", lambda *_: Dataset.from_list(rows))
     with pytest.raises(UserError, match=r"some/name row 0: image 0 is .*outside of the dataset"):
         dataset(vlms["qwen3-vl"], "some/name")

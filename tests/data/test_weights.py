@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from test_data import dataset, verl_row, write
 
 from rl.data.args import demo_files
+from rl.data.files import weights_of
 from rl.data.job import order_of
 from rl.data.prompts import PromptOrder
-from rl.data.tables import weights_of
 from rl.data.weights import WeightedOrder
 from rl.errors import UserError
 

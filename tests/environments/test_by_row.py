@@ -14,6 +14,7 @@ from rl import parts
 from rl.algorithm.metrics import validation_metrics
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
+from rl.environments import named
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
@@ -100,13 +101,13 @@ def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brin
     args = flags_of(folder)
     pool = Environments(args, model, end_tokens("qwen2_5"))
     pool.close()
-    by_row = {name: (tools, args.brought(None, name)) for name, tools in pool.tools.items()}
+    by_row = {name: (tools, named.brought(args, None, name)) for name, tools in pool.tools.items()}
     assert {name: sorted(brought) for name, (_, brought) in by_row.items()} == {
         "ones": ["ground_truth", "prompt"],
         "game": ["ground_truth", "prompt"],
         "calculator": [],
     }
-    assert args.brought("--reward x.py:f", "calculator") == {"ground_truth"}
+    assert named.brought(args, "--reward x.py:f", "calculator") == {"ground_truth"}
 
     def dataset(*rows) -> PromptDataset:
         brought = frozenset({"prompt", "ground_truth"})

@@ -6,7 +6,7 @@ import threading
 import pytest
 from test_pool import answers, environments, model  # noqa: F401 a fixture
 
-from rl import printable
+from rl.children import server
 
 LOUD = """
 import os, subprocess, sys
@@ -29,9 +29,9 @@ SLACK = 1 << 10  # the lines that say so
 
 @pytest.mark.parametrize(("written", "left_out"), [(1 << 20, False), ((1 << 20) + 1, True), (3 << 20, True)])
 def test_the_first_bytes_are_passed_on(written, left_out, capfd, monkeypatch):
-    monkeypatch.setattr(printable, "PRINTED", 1 << 20)
+    monkeypatch.setattr(server, "PRINTED", 1 << 20)
     reading, writing = os.pipe()
-    passing = threading.Thread(target=printable.pass_on, args=(os.fdopen(reading, "rb"), "it"))
+    passing = threading.Thread(target=server._pass_on, args=(os.fdopen(reading, "rb"), "it"))
     passing.start()
     with open(writing, "wb") as pipe:
         pipe.write(b"x" * written)
@@ -43,7 +43,7 @@ def test_the_first_bytes_are_passed_on(written, left_out, capfd, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_episodes_show_a_little_however_they_print(model, tmp_path, capfd, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(printable, "PRINTED", 1 << 20)
+    monkeypatch.setattr(server, "PRINTED", 1 << 20)
     (tmp_path / "loud.py").write_text(LOUD)
     pool = environments(model, f"{tmp_path / 'loud.py'}:Loud")
     kinds = ("print", "files", "a child")

@@ -37,6 +37,9 @@ class Played:
         self.answer, self.scores_at_end, self.shuffled = answer, {"": scores_at_end}, shuffled
         self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
 
+    def name_of(self, row):
+        return ""
+
     def begin(self, key, row, seed, own_seed, split):
         self.alive.add(key)
         self.turns[plain(key)] = 0
@@ -214,6 +217,9 @@ class Resets(Played):
         super().__init__(until(2, 1.0))
         self.resets = resets
 
+    def name_of(self, row):
+        return ""
+
     def begin(self, key, row, seed, own_seed, split):
         super().begin(key, row, seed, own_seed, split)
         self._pending[-1][1].update(self.resets[key[1]])
@@ -248,6 +254,9 @@ class OnceDown(Played):
     def __init__(self, times: int):
         super().__init__(until(2, 1.0))
         self.times, self.begun = times, []
+
+    def name_of(self, row):
+        return ""
 
     def begin(self, key, row, seed, own_seed, split):
         super().begin(key, row, seed, own_seed, split)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import losses
 from rl.algorithm import metrics, whole_batch
-from rl.algorithm.args import RolloutCorrectionArgs, parse_criteria, parse_threshold
+from rl.algorithm.args import RolloutCorrectionArgs
+from rl.algorithm.words import parse_criteria, parse_threshold
 from tools.from_verl.algorithm import CORRECTIONS
 
 F64 = torch.float64

@@ -12,7 +12,7 @@ import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from tools.plan import roofline
 from tools.plan.devices import DEVICES, device
 from tools.plan.from_run import times_of_run

@@ -49,6 +49,7 @@ from rl.weights.buckets import PublishPlan
 from rl.weights.local import LocalWeights
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
+from tools.doctor.measure import memory_left
 from tools.plan.fake_device import OWN, aten
 
 SCRIPTS = {"sync": train_sync, "one step off": train_one_step_off, "async": train_async}
@@ -263,7 +264,7 @@ def lacks(kind: str) -> None:
             "float64 sent": lambda: torch.distributed.broadcast(x.double(), 0),
             "int16 sent": lambda: torch.distributed.broadcast(x.short(), 0),
             "the allocator": lambda: torch.accelerator.max_memory_allocated(),
-            "its module": lambda: device.memory_gb() and device.memory_left(),
+            "its module": lambda: device.memory_gb() and memory_left(),
         }
         refused = {name for name, act in tries.items() if is_refused(act)}
     expected = {

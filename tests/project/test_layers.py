@@ -10,8 +10,8 @@ import pytest
 from helpers import ROOT
 
 LAYERS = [
-    ["errors", "printable", "masking", "background", "user_file"],
-    ["parts"],
+    ["errors", "printable", "masking", "background"],
+    ["parts", "user_file"],
     ["ranges", "class_check"],
     ["children", "ranks"],
     ["transport"],
@@ -30,7 +30,7 @@ LAYERS = [
     ["checkpoint"],
     ["setup"],
     ["training_run", "generator_loop"],
-    ["supervised"],
+    ["split_run", "supervised"],
     ["recorded"],
     ["report", "view", "rehearse"],
     ["plan"],
@@ -120,11 +120,12 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 @pytest.mark.slow
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
-    rooms = """adapters algorithm.critic algorithm.teacher checkpoint.push data.demonstrations
-        data.image_prompts data.teacher_prompts data.tools environments.pool generation.episodes generation.vllm
-        learning.batch_images learning.compact_adamw model.attention_kernels model.compiled model.expert_parallel model.hybrid
-        model.liger model.router model.sampling_mask model.sequence_parallel model.vision_forward record.loggers
-        children rewards.host rewards.outages rewards.scorers split supervised transport"""
+    rooms = """adapters algorithm.critic algorithm.staleness algorithm.teacher algorithm.words checkpoint.push checkpoint.resume
+        data.demonstrations data.files data.image_prompts data.teacher_prompts data.tools environments.named environments.pool
+        generation.episodes generation.vllm learning.batch_images learning.compact_adamw model.attention_kernels
+        model.compiled model.expert_parallel model.hybrid model.liger model.router model.sampling_mask
+        model.sequence_parallel model.vision_forward record.loggers children rewards.host rewards.outages rewards.scorers
+        rewards.trl_functions samples.split_schedule split split_run supervised transport user_file"""
     names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader"]
     names += ["datasets", "liger_kernel", "mlflow", "openai", "peft", "vllm", "wandb"]
     code = f"import sys, train_sync; print([name for name in {names} if name in sys.modules])"

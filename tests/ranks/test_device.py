@@ -15,9 +15,9 @@ import torch.distributed
 from helpers import ROOT, command, environment
 
 import train_sync
-from rl import parts
+from rl import parts, split
 from rl.errors import UserError
-from rl.ranks import device, device_groups, dist, launch
+from rl.ranks import device, device_groups, launch
 from rl.ranks.timers import Timers
 
 
@@ -130,11 +130,11 @@ def test_learners_that_share_devices_with_engines_load_after_these(machine, monk
     for started in (1, 2):
         if waits:
             with pytest.raises(torch.distributed.DistStoreError):
-                dist.engines_first("learner")
+                split.engines_first("learner")
         here["local_rank"] = started
-        dist.engines_first("generator")
+        split.engines_first("generator")
         here["local_rank"] = 0
-    dist.engines_first("learner")
+    split.engines_first("learner")
 
 
 def test_the_precision_follows_the_device_unless_it_is_given(machine):

@@ -20,7 +20,7 @@ def store(monkeypatch) -> HashStore:
     child = subprocess.Popen(["sleep", "0"])
     child.wait()
     monkeypatch.setattr(launch, "open_store", lambda *_: store)
-    monkeypatch.setattr(launch, "_neighbours", {0: os.getpid(), 1: os.getppid(), 2: child.pid})
+    monkeypatch.setattr(launch, "neighbours", {0: os.getpid(), 1: os.getppid(), 2: child.pid})
     return store
 
 
@@ -53,7 +53,7 @@ def test_who_was_killed_is_named_unless_a_cause_is_known_or_it_had_ended(store, 
     ],
 )
 def test_only_the_first_failure_is_explained_in_full(store, monkeypatch, capsys, error, known, said):
-    monkeypatch.setattr(launch, "_neighbours", {})
+    monkeypatch.setattr(launch, "neighbours", {})
     monkeypatch.setattr(stops, "CAUSE_SECONDS", 0.2)
     if known:
         store.set(stops.FAILED, "rank 2 failed")

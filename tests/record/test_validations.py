@@ -19,8 +19,8 @@ from rl.checkpoint.best import Best
 from rl.parts import make
 from rl.record import validations
 from rl.record.run import Origin, Run, plot_reward
-from rl.record.validations import Parts
-from rl.training_run import TrainingRun
+from rl.samples.channel import Parts
+from rl.split_run import SplitRun
 from tools.report import logs
 from tools.report.conclusions import conclude
 from tools.report.logs import RunGroup
@@ -191,8 +191,8 @@ def test_what_the_record_has_is_not_taken_from_a_checkpoint_again():
 def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, done, step, awaited):
     args = make(train_async.Args, save_freq=2, **flags)
     run = SimpleNamespace(args=args, job=SimpleNamespace(total_steps=12), done=done)
-    run._saves_after = lambda step: TrainingRun._saves_after(run, step)
-    assert TrainingRun._awaited_validation(run, step) == awaited
+    run._saves_after = lambda step: SplitRun._saves_after(run, step)
+    assert SplitRun._awaited_validation(run, step) == awaited
 
 
 # -------------------------------------------------------------------------------------------------------------- best

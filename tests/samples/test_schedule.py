@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from rl import parts
-from rl.algorithm.metrics import staleness_metrics
+from rl.algorithm.staleness import staleness_metrics
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranges import check
 from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import ControlBlock, State
 from rl.samples.group import Group, Response
-from rl.samples.schedule import AsyncSchedule, NextTicket, OneStepOffSchedule, SyncSchedule
+from rl.samples.schedule import NextTicket, SyncSchedule
+from rl.samples.split_schedule import AsyncSchedule, OneStepOffSchedule
 from rl.samples.tickets import Tickets, open_tickets, started
 
 

@@ -54,7 +54,8 @@ from rl.data.args import DataArgs
 from rl.learning.args import LearnerArgs
 from rl.ranges import Range
 from rl.samples.schedule import SyncSchedule
-from rl.samples.schedule import AsyncSchedule, BatchSchedule, OneStepOffSchedule
+from rl.samples.schedule import BatchSchedule
+from rl.samples.split_schedule import AsyncSchedule, OneStepOffSchedule
 from rl.setup import RunArgs
 from rl.supervised import SupervisedSchedule
 

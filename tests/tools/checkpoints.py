@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from rl.checkpoint.resume import GROUPS, UNFINISHED, groups_of
+from rl.checkpoint.files import GROUPS, UNFINISHED
+from rl.checkpoint.resume import groups_of
 
 
 def damage(path: Path) -> str | None:

@@ -128,7 +128,8 @@ def strike(job: Job, run: Path, rng: random.Random, timeout: float) -> str:
 
 def audit(run: Path, steps: int) -> str:
     """Raises AssertionError unless every step was logged once and every ticket is in one place; says what was found."""
-    from rl.checkpoint.resume import GROUPS, TRAINING, UNFINISHED, groups_of
+    from rl.checkpoint.files import GROUPS, TRAINING, UNFINISHED
+    from rl.checkpoint.resume import groups_of
     from rl.record.validations import rows_of
     from rl.samples.recorder import EVERY, NEWEST
     from tools.recorded import Record

@@ -43,6 +43,17 @@ LOW_MFU = 0.1
 ATTACH = "attach doctor.json to an issue"
 
 
+def memory_left() -> tuple[int, int] | None:
+    """Return (bytes of the accelerator that new tensors may take, its total bytes); None if its driver does not know. Unused
+    memory of the allocator counts as free."""
+    module = device.module()
+    try:
+        free, total = module.mem_get_info()
+    except RuntimeError:
+        return None
+    return free + module.memory_reserved() - module.memory_allocated(), total
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The amount of work: enough to time an accelerator, little on a CPU."""
@@ -208,11 +219,11 @@ class Checks:
         if not getattr(self.engine, "sleeps", False):
             self.report("sleep", OK, "nothing to free: this engine keeps its memory on this device")
             return
-        asleep = device.memory_left()
+        asleep = memory_left()
         self.weights.publish(1)  # wakes the engine
-        awake = device.memory_left()
+        awake = memory_left()
         self.engine.sleep()
-        again = device.memory_left()
+        again = memory_left()
         if not (asleep and awake and again):
             self.report("sleep", SLOW, "torch does not report this device's free memory")
             return

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.ranks.host import device_files, kind_by_files
+from rl.ranks.host import NODES, device_files
 from tools.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
 from tools.doctor.processes import ROOT
 
@@ -78,6 +78,11 @@ def check_driver(facts: dict) -> list[Finding]:
     text = f"{facts['devices']} x {facts['device']}, {facts['memory_gb']:.0f} GB each. {_driver(kind)}"
     findings = [Finding("driver", OK, text)]
     return findings + (_ascend(facts) if kind == "npu" else [])
+
+
+def kind_by_files() -> str:
+    """Return the kind of devices for which device files exist; "cpu" if there are none."""
+    return next((kind for kind in NODES if device_files(kind)), "cpu")
 
 
 def _ascend(facts: dict) -> list[Finding]:

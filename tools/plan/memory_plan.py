@@ -16,7 +16,7 @@ from rl.errors import UserError
 from rl.model.attention import linear_layers
 from rl.model.pretrained import load_config, resolve
 from rl.ranges import check, flag
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from rl.setup import CommonArgs
 from tools.plan.devices import Device
 from tools.plan.dry_run import Memory, dry_run

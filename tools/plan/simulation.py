@@ -1,6 +1,6 @@
 """Simulates a run: how long a step takes in each mode, and which side waits.
 
-All modes follow rl/samples/schedule.py with a staleness threshold of their own: 0 for train_sync.py, 1 for
+All modes follow rl/samples/split_schedule.py with a staleness threshold of their own: 0 for train_sync.py, 1 for
 train_one_step_off.py, where a batch starts when the previous one is complete. Left out: uneven engines, slow rewards, dropped
 groups, validation, checkpoints, start-up and crashes.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from tools.plan.machine import Roles
 from tools.plan.workload import Drawn
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from rl.errors import UserError
 from rl.model.pretrained import load_config, resolve
-from rl.samples.schedule import AsyncSchedule
+from rl.samples.split_schedule import AsyncSchedule
 from rl.setup import CommonArgs
 from tools.plan.devices import Device
 from tools.plan.from_run import times_of_run

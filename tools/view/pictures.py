@@ -10,7 +10,8 @@ from pathlib import Path
 from PIL import Image
 
 from rl.data import images
-from rl.data.tables import DEMOS, read_table, weights_of
+from rl.data.files import read_table, weights_of
+from rl.data.tables import DEMOS
 from rl.errors import ImageError, UserError
 
 MOST = 640  # pixels of a side
