@@ -22,7 +22,6 @@ from rl.generation.generator import Generator
 from rl.learning.batch import Batch
 from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.optimizer import rate_warning
 from rl.learning.throughput import perf_metrics
 from rl.ranks import dist, stops
 from rl.ranks.timers import gather_ledgers
@@ -68,8 +67,6 @@ class LearnerRun:
         record = Run(self.args, hardware, job.total_steps, learner.ranks.is_main, job.script, resumed.origin, job.notes)
         if learner.adapters:
             record.say(learner.adapters.in_words(learner.policy.model))
-        elif text := rate_warning(self.args.learner, sum(of.numel() for of in learner.parameters.values())):
-            record.say(f"warning: {text}")
         if job.teacher_prompts:
             record.say(job.teacher_prompts.in_words())
         return record

@@ -6,9 +6,6 @@ import torch
 
 from rl.learning.args import OptimizerArgs
 
-LR_OF_DEMO = 1e-4  # with it SmolLM2-135M stays at an accuracy of .07 where 2e-5 brings it to .29 (docs/real-model.md)
-FEW = 3e7  # parameters, up to which such a rate is none too high
-
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], args: OptimizerArgs) -> torch.optim.Optimizer:
     """Return AdamW: torch's own, or one whose moments take less of the device."""
@@ -41,13 +38,3 @@ def lr_factor(step: int, total_steps: int, args: OptimizerArgs) -> float:
     done = min(1.0, (step - args.lr_warmup_steps) / max(1, total_steps - args.lr_warmup_steps))
     cosine = 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * done))))
     return args.min_lr_ratio + (1 - args.min_lr_ratio) * cosine
-
-
-def rate_warning(args: OptimizerArgs, parameters: int) -> str | None:
-    """Return a sentence if the learning rate suits only small models, such as the demo's, and all these parameters train."""
-    if args.lr < LR_OF_DEMO or parameters < FEW:
-        return None
-    return (
-        f"--lr {args.lr:g} suits the demo: all weights of a model of {parameters / 1e6:,.0f}M parameters hardly learn with it. "
-        "Begin with 2e-5 (100M) to 1e-6 (billions)."
-    )

@@ -15,7 +15,7 @@ from rl.learning.batch import Batch
 from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
-from rl.learning.optimizer import lr_factor, rate_warning
+from rl.learning.optimizer import lr_factor
 from rl.ranges import check
 from rl.ranks.shards import local
 
@@ -173,8 +173,3 @@ def test_the_learning_rate_follows_its_schedule():
     assert lr_factor(7, 10, args) == pytest.approx(0.1 + 0.9 * 0.5)  # half of the cosine's way
     assert lr_factor(10, 10, args) == lr_factor(50, 10, args) == pytest.approx(0.1)
     assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0
-
-
-@pytest.mark.parametrize(("lr", "parameters", "warns"), [(1e-4, 10**6, False), (1e-4, 10**8, True), (2e-5, 10**10, False)])
-def test_a_learning_rate_of_the_demo_is_named_for_a_larger_model(lr, parameters, warns):
-    assert bool(rate_warning(LearnerArgs(lr=lr), parameters)) == warns
