@@ -14,7 +14,9 @@ CALLED = ("check", "hint")  # methods of each class, which are all called
 
 def check_class(flags: type) -> None:
     """Raise UserError for a class whose bases collide with each other, or whose values are no flags; also for its parts."""
-    for part in [flags, *({leaf.owner for leaf in parts.leaves(flags).values()} - {flags})]:
+    _check_values(flags)  # first: otherwise its parts cannot be told
+    _check_bases(flags)
+    for part in {leaf.owner for leaf in parts.leaves(flags).values()} - {flags}:
         _check_values(part)
         _check_bases(part)
 

@@ -114,9 +114,8 @@ def engines_first(role: str) -> None:
     shares = node and node.generators and node.learners
     if not shares or not device.devices_are_shared():
         return
-    engines = [f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)]
     store = launch.open_store(timedelta(days=7))
     if role == "generator":
         store.set(f"engine/{here.first}/{here.local_rank}", "started")
-        return
-    store.wait(engines)
+    else:
+        store.wait([f"engine/{here.first}/{rank}" for rank in range(node.learners, node.size)])

@@ -61,8 +61,7 @@ def run(main: Callable, join: Callable = dist.init) -> None:
 def fail(error: UserError, name: str = "") -> NoReturn:
     """End this process with exit code 1 and the message, which one rank of each node prints. name: this rank's."""
     text = masked(str(error))
-    name = name or f"rank {launch.here().rank}"
-    stops.report(f"error: {text}", f"{name} on {platform.node()} failed: {text}")
+    stops.report(f"error: {text}", f"{name or f'rank {launch.here().rank}'} on {platform.node()} failed: {text}")
     sys.stdout.flush()
     os._exit(1)
 
