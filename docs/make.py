@@ -147,7 +147,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "what the other scripts add",
         {
             "splitting the ranks: tickets, ring, publishes": "train_one_step_off.py train_async.py "
-            "rl/{split,split_run,generator_loop}.py rl/samples/* rl/weights/* rl/transport/* rl/algorithm/staleness.py",
+            "rl/{split*,generator_loop}.py rl/{samples,weights,transport}/* rl/algorithm/staleness.py",
             "answers, a teacher, a critic": "train_sft.py rl/supervised.py rl/algorithm/{critic,teacher,no_signal}.py "
             "rl/data/{demonstrations,teacher_prompts}.py",
         },
