@@ -191,6 +191,23 @@ def plain_log_probs(compute, batch, temperature: float = 1.0, fronts=None) -> li
     return [row[torch.arange(len(of)), of.long()] for row, of in zip(rows, tokens, strict=True)]
 
 
+def packed_learner(path: str, ranks, **flags) -> tuple:
+    """Return a learner (flags: of LearnerArgs) and its log-probs of packed rows with shared prompts of uneven lengths; their
+    gradient stays."""
+    import torch
+
+    from rl.learning.args import LearnerArgs
+    from rl.learning.batch import Batch
+    from rl.learning.learner import Learner
+    from rl.learning.micro_batches import MicroBatch
+
+    learner = Learner(path, LearnerArgs(**flags), ranks, 10)
+    batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
+    log_prob = learner.forward(MicroBatch.of(batch, list(range(6)), torch.device("cpu"))).log_prob
+    (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
+    return learner, log_prob.detach()
+
+
 def padded_loss(path: str, rows: Sequence):
     """Return transformers' loss of demonstrations, padded and with labels of -100, and its gradient, in double precision."""
     import torch
