@@ -66,6 +66,14 @@ def ranks():
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def trainer(demo_model, ranks):
+    """Trains steps of train_sync.py in this process, on the demo's model (tests/tools/trainer.py)."""
+    from trainer import Trainer
+
+    return Trainer(demo_model, ranks)
+
+
 @pytest.fixture
 def network():
     """Makes networks of machines, as nodes.Network; a test is skipped where that cannot be done."""

@@ -30,11 +30,6 @@ LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.function
 
 
 @pytest.fixture(scope="module")
-def trainer(demo_model, ranks):
-    return Trainer(demo_model, ranks)
-
-
-@pytest.fixture(scope="module")
 def shallow(demo_model, ranks, tmp_path_factory):
     """The demo with one of its model's four layers, which takes a third of the time. It hardly ever adds correctly."""
     path = str(tmp_path_factory.mktemp("shallow"))
@@ -249,6 +244,15 @@ REFUSED = {
     "no temperature": ({"loss_mode": "sapo", "loss_args": ("tau_neg=0",)}, "write tau_neg=NUMBER, above 0"),
     "no value": ({"loss_mode": "sapo", "loss_args": ("tau_neg",)}, "write tau_neg=NUMBER"),
     "gdpo": ({"adv_estimator": "gdpo"}, "takes parts and weights, which the scripts do not compute. examples/forks"),
+    "moments": ({"optimizer_offload": True, "param_offload": True}, "--optimizer-offload: --param-offload keeps the moments"),
+    "adapters of nothing": ({"lora_rank": 4, "lora_target": ()}, "names no layer"),
+    "a critic, adapters": ({"adv_estimator": "gae", "lora_rank": 8}, "--lora-rank is there to avoid"),
+    "a critic, experts": ({"adv_estimator": "gae", "expert_parallel": 2}, "--expert-parallel divides the policy's"),
+    "a record without an end": ({"keep_sampling_mask": True, "top_p": 0.9}, "records .* --top-k bounds their number"),
+    "a record next to a teacher": (
+        {"keep_sampling_mask": True, "top_k": 5, "teacher": "x", "teacher_top_k": 4},
+        "--teacher-top-k compares distributions over the whole vocabulary",
+    ),
     "energy": ({"adv_estimator": "optimal_token_baseline"}, "takes energy, which the scripts do not compute. examples/forks"),
 }
 

@@ -1,6 +1,5 @@
 """Statistics that learners compute in pieces, or each over its own responses, equal those computed at once."""
 
-import itertools
 import re
 import statistics
 from types import SimpleNamespace
@@ -9,20 +8,17 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_group, run_script
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import losses
 import train_sync
 from rl import parts
 from rl.algorithm import metrics, whole_batch
 from rl.algorithm.metrics import rollout_metrics
-from rl.algorithm.whole_batch import correct_rollout, pieces
+from rl.algorithm.whole_batch import correct_rollout
 from rl.learning.batch import Batch
 from rl.learning.micro_batches import tokens_of
 
 SIZES = (1, 7, 40, 1 << 17)  # of a piece
-LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 
 
 @pytest.fixture(params=SIZES)
@@ -40,19 +36,6 @@ def make_batch(seed: int = 0, **flags) -> tuple[Batch, train_sync.Args]:
     batch.targets.reward = whole_batch.token_reward(batch)
     batch.targets.advantage = losses.grpo(batch.targets.reward, batch.mask, batch.seq, batch.group)
     return batch, parts.make(train_sync.Args, **flags)
-
-
-@settings(max_examples=50)
-@given(LENGTHS, st.integers(1, 30))
-def test_pieces_are_whole_responses(lengths, size):
-    seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_batch, "PIECE", size)
-        cut = list(pieces(seq))
-    assert [i for p in cut for i in range(p.start, p.stop)] == list(range(len(seq)))
-    of_piece = [set(seq[p].tolist()) for p in cut]
-    assert all(not a & b for a, b in itertools.pairwise(of_piece)), "a response in two pieces"
-    assert all(p.stop - p.start <= size or len(of) == 1 for p, of in zip(cut, of_piece, strict=True))
 
 
 @pytest.mark.parametrize("level", losses.IS_LEVELS)

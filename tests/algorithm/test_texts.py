@@ -30,23 +30,6 @@ def group(prompt: str, *responses: Response) -> Group:
 PROMPT = "How much is 12 plus 34?"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
-    [
-        ("repeated", "abcdefghij", 0.0),
-        ("repeated", "aaaaaaaaaa", 6 / 7),
-        ("repeated", "abcdabcdabcd", 5 / 9),
-        ("repeated", "abc", 0.0),
-        ("copied", PROMPT, 1.0),
-        ("copied", "It is forty-six.", 0.0),
-        ("copied", "xx is 12 plus yy", 5 / 9),  # 12 letters of the prompt, so 5 sequences of 9
-        ("copied", "12", 0.0),
-    ],
-)
-def test_known_texts(ranks, name, text, expected):
-    assert text_metrics([group(PROMPT, response(text))], ranks)[f"text/{name}/mean"] == pytest.approx(expected)
-
-
 def test_random_texts_are_as_a_count_by_strings_says(ranks):
     letters = random.Random(0)
     text = lambda: "".join(letters.choices("abc", k=letters.randrange(1, 60)))  # noqa: E731

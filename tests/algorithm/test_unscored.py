@@ -27,11 +27,6 @@ from rl.samples.group import Group
 from rl.training_run import TrainingRun
 
 
-@pytest.fixture(scope="module")
-def trainer(demo_model, ranks):
-    return Trainer(demo_model, ranks)
-
-
 def learn(trainer: Trainer, groups: list[Group], **flags) -> tuple[dict, torch.Tensor]:
     """(metrics, weights) after one step on the groups, from the model's own weights and a new optimizer."""
     trainer.begin_again()

@@ -1,7 +1,9 @@
 """The best checkpoint: the one with the highest validation score among those that are saved stays, and `best` links to it."""
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,39 @@ def test_the_newest_ones_and_the_best_stay(run):
     score(run, 50, 0.7)
     best.prune(1)
     assert [step_of(path) for path in checkpoints(run)] == [50] and linked(run) == 50
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_scores_come_back_from_the_record(run, copied):
+    """One validation may not choose. In a copy of a run `best` may be a directory."""
+    for step, value in {20: 0.2, 40: 0.6}.items():
+        score(run, step, value)
+    with open(run / "validations.jsonl", "a") as file:
+        file.write(json.dumps({"step": 50, "val-core/demo/acc/mean@1": 0.9, "chooses_best": False}) + "\n")
+    Best(run, True).update()
+    assert linked(run) == 40
+    if copied:
+        (run / "best").unlink()
+        shutil.copytree(run / "step_000040", run / "best")
+        Best(run, True).update()
+    assert linked(run) == 40 and json.loads((run / "best" / "best.json").read_text()) == {"step": 40, "score": 0.6}
+
+
+def test_a_full_disk_is_reported_and_tried_again(run, monkeypatch, capfd):
+    best = Best(run, True)
+    score(run, 20, 0.1)
+    best.update()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "symlink_to", full)
+        score(run, 40, 0.9)
+        best.update()
+        best.update()
+    said = capfd.readouterr().err
+    assert said.count("could not be written: [Errno 28] No space left on device") == 2, said
+    assert linked(run) == 20, "the one before stays"
+    best.update()
+    assert linked(run) == 40 and not capfd.readouterr().err

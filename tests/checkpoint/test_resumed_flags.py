@@ -116,4 +116,7 @@ def test_the_warm_up_is_one_step_ahead_of_verls(warm_up, total, least, schedule)
     for step in range(total):
         later = step + 1 if step < warm_up else step
         assert lr_factor(step, total, args) == pytest.approx(of_verl(later), abs=1e-6)
+    end = 1.0 if schedule == "constant" else least
+    assert lr_factor(10**6, total, args) == pytest.approx(end)
+    assert warm_up == total or lr_factor(total, total, args) == pytest.approx(end)
     assert not warm_up or (of_verl(0) == 0 and lr_factor(0, total, args) == 1 / warm_up)

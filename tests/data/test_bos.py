@@ -1,14 +1,11 @@
 """A prompt that is a plain string begins with one BOS, whether the tokenizer adds it or the string has it already."""
 
-import json
 from pathlib import Path
 
 import pytest
+from test_data import dataset, write
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from rl.data.args import DataArgs
-from rl.data.prompts import PromptDataset
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 LETTERS = "abcdefghijklmnopqrstuvwxyz+=0123456789\n:[]/_|<>ISTNUR"
@@ -51,8 +48,7 @@ TEXTS = ["BOShello 1+1=", "BOS hello", "BOS\nhello", "BOS[INST] 1+1= [/INST]", "
 def read(path: Path, tokenizer: PreTrainedTokenizerBase, *prompts, split: str = "train") -> list[list[int]]:
     """Return the token ids of these prompts, read from a file."""
     rows = [{"prompt": prompt, "data_source": "x", "ground_truth": "1"} for prompt in prompts]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [prompt.ids for prompt in PromptDataset([str(path)], split, tokenizer, DataArgs(max_prompt_length=100))]
+    return [prompt.ids for prompt in dataset(write(path, *rows), split=split, tokenizer=tokenizer, max_prompt_length=100)]
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -1,15 +1,11 @@
 """Rows may lack what an environment brings: the ground truth, the data_source, and the prompt."""
 
-import json
-
 import pytest
-import test_data
-from test_data import build_tokenizer
+from test_data import dataset, write
 
 import train_sync
 from rl import parts
 from rl.data.columns import ENVIRONMENT, GSM8K
-from rl.data.prompts import PromptDataset
 from rl.environments import named
 from rl.errors import UserError
 
@@ -17,28 +13,26 @@ ALL, TRUTH = frozenset({"prompt", "ground_truth"}), frozenset({"ground_truth"})
 CHAT = [{"role": "user", "content": "12"}]
 
 
-def dataset(path, rows, brought=frozenset(), **flags):
-    file = path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return PromptDataset([str(file)], "train", build_tokenizer(), test_data.DataArgs(**flags), brought=brought)
+def read(path, rows, brought=frozenset()):
+    return dataset(write(path / "rows.jsonl", *rows), brought=brought)
 
 
 @pytest.mark.parametrize(
     "row", [{"level": 3}, {"prompt": [], "level": 3}, {"prompt": "", "level": 3}, {"prompt": None, "level": 3}]
 )
 def test_a_row_may_have_no_prompt(row, tmp_path):
-    (prompt,) = dataset(tmp_path, [row], ALL)
+    (prompt,) = read(tmp_path, [row], ALL)
     assert prompt.ids == [] and prompt.text == "" and prompt.row == {"prompt": [], "level": 3}
     assert prompt.ground_truth is None and prompt.data_source == ENVIRONMENT
     with pytest.raises(UserError):
-        dataset(tmp_path, [row], TRUTH)
+        read(tmp_path, [row], TRUTH)
     with pytest.raises(UserError):
-        dataset(tmp_path, [row])
+        read(tmp_path, [row])
 
 
 def test_rows_with_and_without_a_prompt(tmp_path):
     rows = [{"prompt": CHAT, "n": 1}, {"prompt": [], "n": 2}, {"prompt": [{"role": "user", "content": ""}], "n": 3}]
-    prompts = dataset(tmp_path, rows, ALL)
+    prompts = read(tmp_path, rows, ALL)
     assert [bool(prompt.ids) for prompt in prompts] == [True, False, True] and prompts.sources() == {
         ENVIRONMENT: f"{tmp_path / 'rows.jsonl'} row 0"
     }
@@ -48,20 +42,21 @@ def test_rows_with_and_without_a_prompt(tmp_path):
 @pytest.mark.parametrize("brought", [ALL, TRUTH])
 def test_a_row_may_have_no_ground_truth(brought, tmp_path):
     rows = [{"prompt": CHAT}, {"prompt": CHAT}]
-    prompts = dataset(tmp_path, rows, brought)
+    prompts = read(tmp_path, rows, brought)
     assert len(prompts) == 2 and prompts[1].ground_truth is None and prompts.source(0) == ENVIRONMENT
+    assert len(read(tmp_path, [row | {"data_source": None} for row in rows], brought)) == 2
     for lacks, said in (({}, "no ground truth"), ({"answer": "#### "}, "no ground truth"), ({"answer": "7"}, "data_source")):
         with pytest.raises(UserError, match=said):
-            dataset(tmp_path, [row | lacks for row in rows])
-        assert len(dataset(tmp_path, [row | lacks for row in rows], brought)) == 2
+            read(tmp_path, [row | lacks for row in rows])
+        assert len(read(tmp_path, [row | lacks for row in rows], brought)) == 2
 
 
 def test_an_answer_that_is_gsm8k_s_is_graded_as_before(tmp_path):
     rows = [{"question": "12", "answer": "as is #### 7"}]
     for brought in (ALL, TRUTH, frozenset()):
-        (prompt,) = dataset(tmp_path, rows, brought)
-        assert (prompt.data_source, prompt.ground_truth) == (GSM8K, "7")
-    (prompt,) = dataset(tmp_path, [{"question": "12", "answer": "yes"}], ALL)
+        (prompt,) = read(tmp_path, rows, brought)
+        assert (prompt.data_source, prompt.ground_truth, bool(prompt.ids)) == (GSM8K, "7", True)
+    (prompt,) = read(tmp_path, [{"question": "12", "answer": "yes"}], ALL)
     assert (prompt.data_source, prompt.ground_truth) == (ENVIRONMENT, "yes")
 
 

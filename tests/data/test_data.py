@@ -21,17 +21,20 @@ from rl.errors import UserError
 TOKENIZER = build_tokenizer()
 
 
-def dataset(*files, split="train", tokenizer=TOKENIZER, **flags):
-    return PromptDataset([str(f) for f in files], split, tokenizer, DataArgs(**flags))
+def dataset(*files, split="train", tokenizer=TOKENIZER, brought=frozenset(), **flags):
+    return PromptDataset([str(f) for f in files], split, tokenizer, DataArgs(**flags), brought=brought)
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) if path.suffix == ".jsonl" else json.dumps(rows, indent=1))
     return path
 
 
-def parquet(path, *given, rows=None):
-    pq.write_table(pa.Table.from_pylist(given).slice(0, rows), path)
+def parquet(path, *given, rows=None, **columns):
+    table = pa.Table.from_pylist(given).slice(0, rows)
+    for name, values in columns.items():
+        table = table.append_column(name, values)
+    pq.write_table(table, path)
     return path
 
 
@@ -114,10 +117,7 @@ MIXED = {  # truths of two rows -> what pyarrow says of them
 def test_a_value_of_another_kind_is_named(name, case, tmp_path):
     """datasets silently converts the values of a JSON column to one kind."""
     truths, message = MIXED[case]
-    rows = [verl_row("1+1=", truth) for truth in truths]
-    file = write(tmp_path / name, *rows)
-    if name == "a.json":
-        file.write_text(json.dumps(rows, indent=1))
+    file = write(tmp_path / name, *(verl_row("1+1=", truth) for truth in truths))
     with pytest.raises(UserError, match=rf"{name}: column 'reward_model' cannot be read \(.*{message}"):
         dataset(file)
 
@@ -138,10 +138,7 @@ def test_text_that_looks_like_a_time_stays_text(name, tmp_path):
     """datasets makes times of a JSON column of dates alone."""
     dates = ["2021-05-01", "2021-05-02T10:00:00Z", "2021-05-03 11:12:13"]
     rows = [verl_row("1+1=", date) | {"extra_info": {"of": [{"day": date}]}} for date in dates]
-    file = write(tmp_path / name, *rows)
-    if name == "a.json":
-        file.write_text(json.dumps(rows, indent=1))
-    read = dataset(file)
+    read = dataset(write(tmp_path / name, *rows))
     assert [row.ground_truth for row in read] == dates and read[1].extra_info["of"] == [{"day": dates[1]}]
 
 
@@ -244,6 +241,7 @@ BAD_ROWS = {  # rows of x.jsonl -> what is said
     "empty prompt": ([GOOD, verl_row("")], "x.jsonl row 1: the prompt.*is empty"),
     "not gsm8k": ([QUESTION, QUESTION | {"answer": "1"}], "x.jsonl row 1: the answer has no '####'.*'data_source'.*--reward"),
 }
+NOT_UTF8 = r"x\.jsonl: cannot be read .'utf-8' codec can't decode byte 0xe9 in position \d+"
 BAD = {
     "no number": (
         lambda p: parquet(p / "x.parquet", verl_row("1", 1.5), verl_row("1", math.nan)),
@@ -254,7 +252,31 @@ BAD = {
     "damaged parquet": (lambda p: (p / "x.parquet").write_bytes(b"PAR1 no") and p / "x.parquet", "x.parquet: cannot be read"),
     "damaged json": (lambda p: (p / "x.jsonl").write_text('{"prompt": ') and p / "x.jsonl", "x.jsonl: cannot be read .*JSON"),
     "hub": (lambda p: "nobody/nothing-here", "--train-files nobody/nothing-here: neither"),
+    "a map": (
+        lambda p: parquet(p / "x.parquet", GOOD, ability=pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
+        r"x.parquet: cannot be read .*'ability'.*save that column as text",
+    ),
+    "not utf8": (lambda p: latin(p, "prompt"), NOT_UTF8),
+    "not utf8, not read": (lambda p: latin(p, "other"), NOT_UTF8),
 }
+OF_OTHER_TYPES = {  # a row of x.parquet -> what is said
+    "a list as a source": (GOOD | {"data_source": ["1"]}, r"data_source is \['1'\]\. Put a name there, as text"),
+    "an object as a source": (GOOD | {"data_source": {"a": 1}}, r"data_source is \{'a': 1\}\. Put a name there, as text"),
+    "bytes as a source": (GOOD | {"data_source": b"\xff"}, r"data_source is b'\\xff'\. Put a name there, as text"),
+    "a list as a reward_model": (GOOD | {"reward_model": ["1"]}, r"no ground truth: reward_model is \['1'\]"),
+    "a list as an answer": ({"prompt": "1", "answer": ["1"]} | DATA_SOURCE, r"the answer is \['1'\]\. Save it as text"),
+    "bytes as a prompt": (GOOD | {"prompt": b"\xff"}, r"column 'prompt' is neither a string .*, but b'\\xff'"),
+}
+BAD |= {
+    case: (lambda p, row=row: parquet(p / "x.parquet", row), f"x.parquet row 0: {said}")
+    for case, (row, said) in OF_OTHER_TYPES.items()
+}
+
+
+def latin(path, column):
+    line = json.dumps(GOOD | {column: "é"}, ensure_ascii=False)
+    (path / "x.jsonl").write_bytes(line.encode("latin-1"))
+    return path / "x.jsonl"
 
 
 @pytest.mark.parametrize("case", [*BAD_ROWS, *BAD])
@@ -271,24 +293,13 @@ def test_bad_input_is_named(case, tmp_path, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("column", ["prompt", "not_read"])
-def test_json_that_is_not_utf8_is_refused(tmp_path, column):
-    line = json.dumps(verl_row("1+1=") | {column: "é"}, ensure_ascii=False)
-    (tmp_path / "a.jsonl").write_bytes(line.encode("latin-1"))
-    with pytest.raises(UserError, match=r"a\.jsonl: cannot be read .'utf-8' codec can't decode byte 0xe9 in position \d+"):
-        dataset(tmp_path / "a.jsonl")
-
-
 @pytest.mark.parametrize(("answer", "truth"), [(0, "0"), (False, "False"), (7, "7")])
 def test_an_answer_that_is_no_text_is_a_truth(tmp_path, answer, truth):
     file = write(tmp_path / "a.jsonl", {"question": "1-1=", "answer": answer, "data_source": "demo"})
     assert dataset(file)[0].ground_truth == truth
 
 
-def test_a_null_source_is_named_and_no_file_too(tmp_path):
-    file = write(tmp_path / "a.jsonl", verl_row("1"), verl_row("1", source=None))
-    with pytest.raises(UserError, match=r"a\.jsonl row 1: data_source is None"):
-        dataset(file)
+def test_no_file_is_named():
     with pytest.raises(UserError, match="--val-files names no file"):
         dataset(split="val")
 

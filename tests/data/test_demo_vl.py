@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import train
+from helpers import accuracies, train
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -52,20 +52,13 @@ def test_the_model_reads_but_mostly_says_another_number(demo_vl_model):
 
 # ------------------------------------------------------------------------------------------------------------ runs
 
-ACCURACY = "val-core/demo/acc/mean@1"
-
-
-def accuracies(metrics: dict[int, dict]) -> list[float]:
-    """Return the accuracies of the validations, in order."""
-    return [m[ACCURACY] for _, m in sorted(metrics.items()) if ACCURACY in m]
-
 
 @pytest.mark.runs
 def test_it_learns_to_say_what_it_reads(demo_vl_model, tmp_path):
     """24 steps, and then transformers alone, with the export's own image processor, reads as the run has measured."""
     flags = ["--model", "demo-vl", "--total-training-steps", "24", "--test-freq", "24", "--log-val-generations", "5"]
     metrics, run, _ = train("train_sync.py", *flags, out=tmp_path)
-    first, last = accuracies(metrics)
+    first, last = accuracies(metrics).values()
     assert first < 0.4 and last > first + 0.25
     assert all(m["training/rollout_probs_diff_max"] < 1e-4 for step, m in metrics.items() if step), "they see the same picture"
     rows = demo_vl.problems("val")

@@ -1,9 +1,9 @@
 """Conversations to imitate: which tokens are trained, and what is refused, with file, row and remedy."""
 
-import json
 from pathlib import Path
 
 import pytest
+from test_data import write
 
 from examples.demo.sums import SPECIAL, tokenizer_of
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
@@ -24,9 +24,8 @@ def chat(*contents: str) -> list[dict]:
 
 
 def read(tmp_path: Path, *rows: dict, tokenizer=TOKENIZER, ends=(END,), **flags) -> Demonstrations:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Demonstrations([str(file)], "train", tokenizer, DemonstrationArgs(**flags), set(ends))
+    file = str(write(tmp_path / "rows.jsonl", *rows))
+    return Demonstrations([file], "train", tokenizer, DemonstrationArgs(**flags), set(ends))
 
 
 def texts(rows: Demonstrations, index: int) -> tuple[str, list[str]]:

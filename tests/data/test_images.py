@@ -1,6 +1,5 @@
 """Image files of every kind are decoded the same way everywhere. An error names the row of an unusable image."""
 
-import io
 import random
 import zlib
 
@@ -12,8 +11,8 @@ from helpers import GSM8K
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from test_vision import KINDS, dataset, vlms  # noqa: F401  (fixtures)
-from tiny_vlm import odd_files, picture, pixels_of, row
+from test_vision import KINDS, dataset, make_batch, vlms  # noqa: F401  (fixtures)
+from tiny_vlm import encoded, odd_files, picture, pixels_of, row
 from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -21,11 +20,6 @@ from rl.data import image_prompts, images
 from rl.data.prompts import PromptOrder
 from rl.errors import ImageError, UserError
 from rl.learning.batch_images import _THREAD, BatchImages
-
-
-def encoded(image: Image.Image, format: str = "PNG", **options) -> bytes:
-    image.save(out := io.BytesIO(), format, **options)
-    return out.getvalue()
 
 
 def exif(orientation: int) -> Image.Exif:
@@ -153,8 +147,6 @@ def test_paths_are_relative_to_the_rows_file(vlms, tmp_path):  # noqa: F811
 
 def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeypatch):  # noqa: F811
     """The thread prepares the next row's pixels during a computation. Pixels beyond the limit are dropped and made again."""
-    from test_vision import make_batch
-
     table = [row("<image>How many?", [picture(90, 60, seed)]) for seed in range(4)]
     Dataset.from_list(table).to_parquet(file := tmp_path / "a.parquet")
     prompts, made = dataset(vlms["qwen3-vl"], str(file)), []
@@ -181,8 +173,6 @@ def test_pixels_are_prepared_once_by_whoever_comes_first(vlms, tmp_path, monkeyp
 
 def test_a_row_that_has_changed_is_not_trained(vlms, tmp_path):  # noqa: F811
     """The learner reads the rows again. Another image of the same size has the same ids."""
-    from test_vision import make_batch
-
     file = tmp_path / "a.parquet"
     Dataset.from_list([row("<image>How many?", [picture(90, 60, 0)])]).to_parquet(file)
     batch = make_batch(dataset(vlms["qwen3-vl"], str(file)), [9, 9])

@@ -1,6 +1,5 @@
 """Untrusted images start no program, block nothing, and read no file of their own choice."""
 
-import io
 import os
 import socket
 import struct
@@ -10,7 +9,7 @@ import pytest
 from datasets import Dataset
 from helpers import cpu_limit
 from test_vision import dataset, vlms  # noqa: F401  (a fixture)
-from tiny_vlm import picture, row
+from tiny_vlm import encoded, picture, png, row
 
 from rl.data import images
 from rl.errors import ImageError, UserError
@@ -18,10 +17,7 @@ from rl.errors import ImageError, UserError
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
 
 
-def encoded(format: str) -> bytes:
-    out = io.BytesIO()
-    picture(40, 30).save(out, format)
-    return out.getvalue()
+PNG = png(picture(40, 30))
 
 
 def dos_eps() -> bytes:
@@ -30,7 +26,7 @@ def dos_eps() -> bytes:
 
 
 OTHERS = {"eps": EPS, "dos eps": dos_eps(), "wmf": b"\xd7\xcd\xc6\x9a" + bytes(60), "pdf": b"%PDF-1.4\n" + bytes(60)}
-OTHERS |= {format: encoded(format) for format in ("ICO", "PCX", "TGA", "SGI", "IM", "DDS", "ICNS")}
+OTHERS |= {format: encoded(picture(40, 30), format) for format in ("ICO", "PCX", "TGA", "SGI", "IM", "DDS", "ICNS")}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -94,18 +90,18 @@ def hub(tmp_path, monkeypatch):
     own = tmp_path / "hub" / "datasets--some--name"
     (own / "blobs").mkdir(parents=True)
     (own / "snapshots" / "1").mkdir(parents=True)
-    (own / "blobs" / "abc").write_bytes(encoded("PNG"))
+    (own / "blobs" / "abc").write_bytes(PNG)
     (own / "snapshots" / "1" / "a.png").symlink_to("../../blobs/abc")
     (tmp_path / "downloads" / "extracted").mkdir(parents=True)
-    (tmp_path / "downloads" / "extracted" / "b.png").write_bytes(encoded("PNG"))
-    (tmp_path / "secret.png").write_bytes(encoded("PNG"))
+    (tmp_path / "downloads" / "extracted" / "b.png").write_bytes(PNG)
+    (tmp_path / "secret.png").write_bytes(PNG)
     return own
 
 
 def test_a_hub_dataset_reads_its_own_files(hub, tmp_path):
     directory, roots = images.places("some/name:config")
     for path in (hub / "snapshots" / "1" / "a.png", tmp_path / "downloads" / "extracted" / "b.png"):
-        assert images.files_of([str(path), {"bytes": None, "path": str(path)}], directory, roots) == [encoded("PNG")] * 2
+        assert images.files_of([str(path), {"bytes": None, "path": str(path)}], directory, roots) == [PNG] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,10 +123,10 @@ def test_every_place_that_opens_images_names_the_formats():
 
 def test_a_directory_of_images_is_its_own_limit(tmp_path):
     (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "a.png").write_bytes(encoded("PNG"))
-    (tmp_path / "b.png").write_bytes(encoded("PNG"))
+    (tmp_path / "set" / "a.png").write_bytes(PNG)
+    (tmp_path / "b.png").write_bytes(PNG)
     directory, roots = images.places(str(tmp_path / "set"))
-    assert images.read("a.png", directory, roots) == encoded("PNG")
+    assert images.read("a.png", directory, roots) == PNG
     with pytest.raises(ImageError, match="outside of the dataset"):
         images.read("../b.png", directory, roots)
 

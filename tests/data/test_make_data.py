@@ -1,7 +1,6 @@
 """examples/make_data.py converts rows in the hub's layout to verl's, with what the grader needs. A warning names prompts that
 do not ask for the answer's form."""
 
-import json
 import sys
 from types import SimpleNamespace
 
@@ -9,13 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import train
+from test_data import dataset, write
 
 from examples import make_data
-from examples.demo.sums import build_tokenizer
 from math_grader import graders
 from math_grader.graders import FORMATS
-from rl.data.args import DataArgs
-from rl.data.prompts import PromptDataset
 from rl.rewards.verifiers import LOOKED_AT, unasked
 
 GSM8K = [
@@ -44,18 +41,12 @@ def made(capsys, monkeypatch):
     return make
 
 
-def jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.slow
 def test_it_makes_gsm8k_as_verl_has_it(made, gsm8k, tmp_path):
     """The raw rows, taken out of verl's files, give these files again."""
     for split in ("train", "test"):
         rows = pq.read_table(gsm8k / f"{split}.parquet").to_pylist()
-        jsonl(tmp_path / f"{split}.jsonl", [{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows])
+        write(tmp_path / f"{split}.jsonl", *[{key: row["extra_info"][key] for key in ("question", "answer")} for row in rows])
     made("gsm8k", "--train-files", tmp_path / "train.jsonl", "--val-files", tmp_path / "test.jsonl", "--out", tmp_path)
     for split in ("train", "test"):
         made_table, verls = (pq.read_table(at / f"{split}.parquet") for at in (tmp_path, gsm8k))
@@ -84,7 +75,7 @@ def test_dapos_rows_stay_as_they_are_once_each(made, tmp_path):
         "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b"},
     }  # fmt: skip
     other = row | {"prompt": [{"role": "user", "content": "Solve that. Answer: $Answer"}]}
-    files = [jsonl(tmp_path / f"{name}.jsonl", [row, other, row]) for name in ("dapo", "aime")]
+    files = [write(tmp_path / f"{name}.jsonl", row, other, row) for name in ("dapo", "aime")]
     said = made("dapo-math", "--train-files", files[0], "--val-files", files[1], "--out", tmp_path)
     assert "2 rows, 1 repetitions left out" in said
     assert pq.read_table(tmp_path / "dapo-math-17k.parquet").to_pylist() == [row, other]
@@ -93,7 +84,7 @@ def test_dapos_rows_stay_as_they_are_once_each(made, tmp_path):
 
 def test_plain_problems_become_dapos(made, tmp_path):
     rows = [{"prompt": "What is 1+1?", "solution": "2", "reward_model": {"ground_truth": "2", "style": "rule"}}]
-    made("dapo-math", "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path)
+    made("dapo-math", "--train-files", write(tmp_path / "x.jsonl", *rows), "--out", tmp_path)
     (row,) = pq.read_table(tmp_path / "dapo-math-17k.parquet").to_pylist()
     (message,) = row["prompt"]
     assert message["content"].startswith("Solve the following math problem") and "\n\nWhat is 1+1?\n\n" in message["content"]
@@ -112,16 +103,12 @@ def test_plain_problems_become_dapos(made, tmp_path):
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_used_are_named(made, name, rows, words, tmp_path):
-    said = made(name, "--train-files", jsonl(tmp_path / "x.jsonl", rows), "--out", tmp_path, code=1)
+    said = made(name, "--train-files", write(tmp_path / "x.jsonl", *rows), "--out", tmp_path, code=1)
     assert said.startswith("error: ") and words in said and said.count("\n") == 1
     assert not list(tmp_path.glob("*.parquet"))
 
 
 # ------------------------------------------------------------------------------------------------ prompts that never ask
-
-
-def dataset(file):
-    return PromptDataset([str(file)], "train", build_tokenizer(), DataArgs(max_prompt_length=2000))
 
 
 RIGHT = {  # a response as each instruction asks for it -> the grader that must find the answer 2 in it
@@ -142,7 +129,7 @@ def test_an_instruction_asks_for_what_its_grader_finds(grader):
 
 @pytest.mark.parametrize("source", ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "hiyouga/geometry3k"])
 def test_prompts_that_never_ask_are_named(source, tmp_path):
-    plain = jsonl(tmp_path / "x.jsonl", [{"question": "1+1=", "answer": "#### 2", "data_source": source}] * 3)
+    plain = write(tmp_path / "x.jsonl", *[{"question": "1+1=", "answer": "#### 2", "data_source": source}] * 3)
     (warning,) = unasked(dataset(plain))
     assert f"none of the first 3 prompts of '{source}' asks for" in warning and "make_data.py" in warning
 
@@ -159,7 +146,7 @@ def test_prompts_that_ask_and_graders_that_take_all_are_not():
 @pytest.mark.runs
 def test_a_run_warns_of_them_before_its_first_step(tmp_path):
     """A run with a user's own reward function does not warn, because the function may look for anything."""
-    plain = jsonl(tmp_path / "x.jsonl", [{"question": "1+1=", "answer": "#### 2"}] * 4)
+    plain = write(tmp_path / "x.jsonl", *[{"question": "1+1=", "answer": "#### 2"}] * 4)
     (tmp_path / "mine.py").write_text("def score(*_, **__):\n    return 1.0\n")
     flags = ["--train-files", plain, "--test-freq", "0", "--total-training-steps", "1", "--train-batch-size", "2"]
     for own in ((), ("--reward", f"{tmp_path}/mine.py:score")):

@@ -1,13 +1,12 @@
 """What a teacher reads (--teacher-prompt): the template with the row's values, for the rows that the policy is trained on."""
 
-import json
 from pathlib import Path
 
 import pytest
+from test_data import dataset, write
 from transformers import AutoTokenizer
 
-from rl.data.args import DataArgs
-from rl.data.prompts import PromptDataset, PromptOrder
+from rl.data.prompts import PromptOrder
 from rl.data.teacher_prompts import TeacherPrompts
 from rl.errors import UserError
 
@@ -25,9 +24,7 @@ def row(prompt: object, **more) -> dict:
 
 def read(tmp_path: Path, tokenizer, rows: list[dict], template: str, **flags):
     """The policy's prompts and the teacher's."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    prompts = PromptDataset([str(file)], "train", tokenizer, DataArgs(**{"max_prompt_length": 40} | flags))
+    prompts = dataset(write(tmp_path / "rows.jsonl", *rows), tokenizer=tokenizer, **{"max_prompt_length": 40} | flags)
     return prompts, TeacherPrompts(prompts, template)
 
 

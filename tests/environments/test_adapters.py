@@ -9,14 +9,13 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from families import end_tokens
-from helpers import ROOT, free_port
-from test_pool import answers, environments, ids_of, model, tokenizer, wait_for  # noqa: F401 (fixtures)
+from helpers import ROOT, eventually, free_port
+from test_pool import answers, ids_of, wait_for
 
 import train_sync
 from rl import parts
@@ -53,24 +52,27 @@ WITH = (
 WITH += " nltk==3.10.4 omegaconf==2.4.0 pycosat==0.6.6 pyfiglet==1.0.4 pytz==2026.6 six==1.17.0 tabulate==0.10.0 zss==1.2.0"
 
 
+def install(where: Path, *packages: str, more: str = "--no-deps") -> None:
+    """Install the packages into this directory; skip the test if that cannot be done."""
+    command = ["uv", "pip", "install", "--quiet", "--python", sys.executable, *more.split(), "--target", where, *packages]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+    except (subprocess.SubprocessError, FileNotFoundError) as error:
+        pytest.skip(f"the packages cannot be installed: {getattr(error, 'stderr', error)!s:.300}")
+
+
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory) -> Iterator[Path]:
     """Where the packages are, for this process and those that it starts."""
     where = tmp_path_factory.mktemp("packages")
-    command = ["uv", "pip", "install", "--quiet", "--python", sys.executable, "--no-deps", "--target", where]
-    try:
-        subprocess.run([*command, *PACKAGES.split(), *WITH.split()], check=True, capture_output=True, text=True, timeout=240)
-    except subprocess.TimeoutExpired:
-        pytest.skip("the packages were not installed within 240 s")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"the packages cannot be installed: {error.stderr[-300:]}")
+    install(where, *PACKAGES.split(), *WITH.split())
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(where)
         patch.setenv("PYTHONPATH", str(where))
         yield where
 
 
-def played(pool, tokenizer, row, said, seed=7) -> tuple[str, list[dict]]:  # noqa: F811
+def played(pool, tokenizer, row, said, seed=7) -> tuple[str, list[dict]]:
     """An episode's text after the row's own prompt, with what the model says; and the answers to the reset and to each turn."""
     key = next(NUMBERS)
     pool.begin(key, row, seed=seed, own_seed=1)
@@ -87,7 +89,7 @@ def played(pool, tokenizer, row, said, seed=7) -> tuple[str, list[dict]]:  # noq
 NUMBERS = itertools.count()
 
 
-def rendered(tokenizer, messages) -> str:  # noqa: F811
+def rendered(tokenizer, messages) -> str:
     """The template's text of a conversation that the model ends."""
     said = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
     return said + messages[-1]["content"] + END
@@ -99,7 +101,7 @@ def conversation(asked: list[str], said: list[str]) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_tools_of_an_mcp_server_have_a_state_for_each_episode(model, tokenizer, tmp_path):  # noqa: F811
+def test_the_tools_of_an_mcp_server_have_a_state_for_each_episode(model, tokenizer, tmp_path):
     pytest.importorskip("mcp", reason="mcp is not installed (requirements-vllm-cpu.txt)")
     (tmp_path / "server.py").write_text(SERVER)
     args = EnvironmentArgs(tools=f"mcp:{sys.executable} {tmp_path / 'server.py'}", env_timeout=60.0)
@@ -128,7 +130,7 @@ def test_the_tools_of_an_mcp_server_have_a_state_for_each_episode(model, tokeniz
     pool.close()
 
 
-def test_a_command_that_is_no_mcp_server_is_refused_at_the_start(model):  # noqa: F811
+def test_a_command_that_is_no_mcp_server_is_refused_at_the_start(model):
     with pytest.raises(UserError, match="--tools mcp:echo no: no MCP server answers to 'echo no'"):
         Environments(EnvironmentArgs(tools="mcp:echo no"), model, end_tokens("qwen2_5"))
 
@@ -146,10 +148,10 @@ def test_the_table_of_adapters_counts_their_lines():
 
 
 @pytest.mark.slow
-def test_reasoning_gym_draws_problems_without_end_as_hard_as_the_row_says(packages, model, tokenizer):  # noqa: F811
+def test_reasoning_gym_draws_problems_without_end_as_hard_as_the_row_says(packages, make_pool, tokenizer):
     import reasoning_gym as gym
 
-    pool = environments(model, "reasoning-gym:chain_sum")
+    pool = make_pool("reasoning-gym:chain_sum")
     problems = {"max_terms": 2, "min_digits": 1, "max_digits": 1}
     for level, config in ((0, problems), (1, problems | {"max_terms": 3, "max_digits": 2})):
         for seed in (7, 8):
@@ -158,13 +160,9 @@ def test_reasoning_gym_draws_problems_without_end_as_hard_as_the_row_says(packag
                 text, found = played(pool, tokenizer, {"level": level}, [said], seed)
                 assert text == rendered(tokenizer, conversation([made[0]["question"]], [said]))
                 assert (found[1]["reward"], found[1]["done"]) == (pytest.approx(reward, abs=0.011), True)
-    pool.close()
-    with pytest.raises(UserError, match="reasoning-gym has no task 'chain_sums'"):
-        environments(model, "reasoning-gym:chain_sums")
 
 
-@pytest.mark.slow
-def test_textarena_s_game_is_played_as_the_package_plays_it(packages, model, tokenizer):  # noqa: F811
+def by_textarena() -> tuple[list[str], list[str], list[float | None]]:
     import textarena as arena
 
     game = arena.make("GuessTheNumber-v0-raw")
@@ -176,19 +174,12 @@ def test_textarena_s_game_is_played_as_the_package_plays_it(packages, model, tok
         _, told = game.get_observation()
         asked.append("\n".join(text for speaker, text, _ in told if speaker == -1))
         is_done, _ = game.step(move)
+    assert is_done and "The target number is" in asked[1]
     rewards, _ = game.close()
-    pool = environments(model, "textarena:GuessTheNumber-v0")
-    text, found = played(pool, tokenizer, {}, said)
-    assert text == rendered(tokenizer, conversation(asked, said)) and "The target number is" in asked[1]
-    assert [(answer["reward"], answer["done"]) for answer in found[1:]] == [(None, False)] * 2 + [(rewards[0], is_done)]
-    assert is_done and rewards[0] == 1
-    pool.close()
-    with pytest.raises(UserError, match="does not begin for one player"):
-        environments(model, "textarena:Chess-v0")
+    return asked, said, [None, None, rewards[0]]
 
 
-@pytest.mark.slow
-def test_gem_s_environment_is_played_as_the_package_plays_it(packages, model, tokenizer):  # noqa: F811
+def by_gem() -> tuple[list[str], list[str], list[float | None]]:
     import gem
 
     game = gem.make("game:GuessTheNumber-v0-easy")
@@ -200,13 +191,36 @@ def test_gem_s_environment_is_played_as_the_package_plays_it(packages, model, to
         observation, reward, ended, cut, info = game.step(move)
         rewards.append(reward)
         is_done = ended or cut
-    pool = environments(model, "gem:game:GuessTheNumber-v0-easy")
-    text, found = played(pool, tokenizer, {}, said)
+    assert is_done
+    return asked, said, rewards
+
+
+GAMES = {"textarena:GuessTheNumber-v0": by_textarena, "gem:game:GuessTheNumber-v0-easy": by_gem}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("game", GAMES)
+def test_a_game_is_played_as_its_package_plays_it(game, packages, make_pool, tokenizer):
+    asked, said, rewards = GAMES[game]()
+    text, found = played(make_pool(game), tokenizer, {}, said)
     assert text == rendered(tokenizer, conversation(asked, said))
-    assert [answer["reward"] for answer in found[1:]] == rewards == [0.0, 1.0] and is_done and found[-1]["done"]
-    pool.close()
-    with pytest.raises(UserError, match="GEM has no environment 'game:Go'"):
-        environments(model, "gem:game:Go")
+    assert [answer["reward"] for answer in found[1:]] == rewards and rewards[-1] == 1
+    assert [answer["done"] for answer in found[1:]] == [False] * (len(said) - 1) + [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("reasoning-gym:chain_sums", "reasoning-gym has no task 'chain_sums'"),
+        ("textarena:Chess-v0", "does not begin for one player"),
+        ("gem:game:Go", "GEM has no environment 'game:Go'"),
+        ("skyrl-gym:gsm9k", "SkyRL-gym has no environment 'gsm9k'"),
+    ],
+)
+def test_what_a_package_does_not_have_is_refused(name, said, packages, make_pool):
+    with pytest.raises(UserError, match=said):
+        make_pool(name)
 
 
 OWN = """
@@ -226,32 +240,26 @@ class Echo(BaseTextEnv):
 
 
 @pytest.mark.slow
-def test_skyrl_gym_s_environments_and_a_user_s_own_answer(packages, model, tokenizer, tmp_path, monkeypatch):  # noqa: F811
+def test_skyrl_gym_s_environments_and_a_user_s_own_answer(packages, make_pool, tokenizer, tmp_path, monkeypatch):
     import skyrl_gym as gym
 
     row = {"prompt": ASKED, "ground_truth": "8", "extra_info": {"max_turns": 3}}
     theirs = gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": "8"}, "extra_info": {"max_turns": 3}})
     said = ["I think", "#### 9", "#### 8"]
     answered = [theirs.step(text) for text in said]
-    pool = environments(model, "skyrl-gym:gsm8k_multi_turn")
-    text, found = played(pool, tokenizer, row, said)
+    text, found = played(make_pool("skyrl-gym:gsm8k_multi_turn"), tokenizer, row, said)
     asked = ["Go.", *(answer["observations"][0]["content"] for answer in answered[:-1])]
     assert rendered(tokenizer, conversation(asked, said)) == tokenizer.apply_chat_template(ASKED, tokenize=False) + (
         "<|im_start|>assistant\n" + text
     )
     rewards = [(answer["reward"], answer["done"]) for answer in answered]
     assert [(answer["reward"], answer["done"]) for answer in found[1:]] == rewards and rewards[-1] == (1.0, True)
-    pool.close()
     (tmp_path / "my_echo.py").write_text(OWN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{packages}")
-    pool = environments(model, "skyrl-gym:my_echo:Echo")
-    text, found = played(pool, tokenizer, row | {"env_config": {"end": "!"}}, ["8!"])
+    text, found = played(make_pool("skyrl-gym:my_echo:Echo"), tokenizer, row | {"env_config": {"end": "!"}}, ["8!"])
     told = [*ASKED, {"role": "user", "content": "Say 8!."}]
     assert text.startswith(tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False) + "8!")
     assert found[1]["reward"] == 1.0 and not found[1]["done"]
-    pool.close()
-    with pytest.raises(UserError, match="SkyRL-gym has no environment 'gsm9k'"):
-        environments(model, "skyrl-gym:gsm9k")
 
 
 OPENENV = """
@@ -282,25 +290,22 @@ uvicorn.run(create_fastapi_app(Game, Guess, Seen, max_concurrent_envs=8), port=i
 
 
 @pytest.mark.slow
-def test_an_openenv_server_has_a_session_for_each_episode(model, tokenizer, tmp_path):  # noqa: F811
+def test_an_openenv_server_has_a_session_for_each_episode(make_pool, tokenizer, tmp_path):
     pytest.importorskip("openenv", reason="openenv is not installed")
     (tmp_path / "server.py").write_text(OPENENV)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(UserError, match=f"no OpenEnv server answers at {url}"):
-        environments(model, f"openenv:{url}")
+        make_pool(f"openenv:{url}")
     with subprocess.Popen([sys.executable, tmp_path / "server.py", str(port)]) as server:
         try:
-            while socket.socket().connect_ex(("127.0.0.1", port)):
-                assert server.poll() is None
-                time.sleep(0.2)
-            pool = environments(model, f"openenv:{url}", env_timeout=60.0)
+            assert eventually(lambda: server.poll() is not None or not socket.socket().connect_ex(("127.0.0.1", port)))
+            pool = make_pool(f"openenv:{url}", env_timeout=60.0)
             secrets = {most: str(random.Random(7).randint(1, most)) for most in (9, 99)}
             for most, secret in secrets.items():
                 row = {"reset": {"most": most}}
                 text, found = played(pool, tokenizer, row, ["0", secret])  # the first session is still open
                 assert text == rendered(tokenizer, conversation([f"Guess 1 to {most}.", "not 0"], ["0", secret]))
                 assert [(answer["reward"], answer["done"]) for answer in found[1:]] == [(0.0, False), (1.0, True)]
-            pool.close()
         finally:
             server.kill()

@@ -1,17 +1,16 @@
 """Agents that own their loop: real processes with real clients; what one does costs its own response alone."""
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from test_pool import answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
+from test_pool import answers, ids_of, wait_for
 from test_turns import SCHEMA, turns_of
 
 import train_sync
-from rl.environments.agents import Agents
+from rl.environments.agents import Agents, Session
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.environments.protocols import chat
@@ -21,60 +20,9 @@ from rl.errors import UserError
 
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
 ASKED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'
-WITH_OPENAI = """
-import json, os, sys
-import openai
-
-assert (os.environ["EPISODE_SEED"], os.environ["EPISODE_SPLIT"]) == ("1", "train")
-assert os.environ["NO_PROXY"].split(",") == ["example.org", "127.0.0.1"]
-assert os.environ["PYTHONPATH"] == sys.argv[2] and "MY_TOKEN" not in os.environ
-
-def refused(kind, **more):
-    try:
-        client.chat.completions.create(**({"model": "policy", "messages": messages} | more))
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"{more} was answered")
-
-client, messages = openai.OpenAI(max_retries=0), json.load(sys.stdin)["prompt"]
-assert [model.id for model in client.models.list()] == ["policy"]
-assert "there is no model 'gpt'" in refused(openai.NotFoundError, model="gpt")
-assert "an image is" in refused(openai.BadRequestError, messages=[{"role": "user", "content": [{"type": "image_url"}]}])
-assert "samples freely" in refused(openai.BadRequestError, logprobs=True)
-for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
-    assert "must be a whole number of at least 1" in refused(openai.BadRequestError, **it)
-assert "has this key" in str(refused(openai.AuthenticationError, extra_headers={"Authorization": "Bearer sk-1"}))
-for path in ("/episodes/next", "/episodes/end"):  # of workers: a command ends its episode by exiting
-    try:
-        client.post(path, cast_to=object, body={})
-    except openai.NotFoundError:
-        continue
-    raise AssertionError(path)
-tools = [json.loads(sys.argv[1])]
-said = client.chat.completions.create(model="policy", messages=messages, tools=tools, temperature=0.1)
-(call,) = said.choices[0].message.tool_calls
-assert said.choices[0].finish_reason == "tool_calls" and json.loads(call.function.arguments) == {"expression": "2*3"}
-assert said.usage.prompt_tokens > 100 and said.usage.completion_tokens > 20
-messages += [said.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "6"}]
-stream = client.chat.completions.create(
-    model="policy", messages=messages, tools=tools, max_tokens=3, stream=True, stream_options={"include_usage": True}
-)
-chunks = list(stream)
-text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-assert text == "six" and chunks[-1].usage.completion_tokens == 3 and chunks[-2].choices[0].finish_reason == "length"
-messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "In digits."}]
-said = client.chat.completions.create(model="policy", messages=messages, tools=tools)
-print("what it prints")
-print(json.dumps({"reward": float(said.choices[0].message.content == "6")}))
-"""
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_of("qwen2_5")
-
-
-def agents(model: str, command: str, **flags) -> Environments:  # noqa: F811
+def agents(model: str, command: str, **flags) -> Environments:
     pool = Environments(EnvironmentArgs(agent=command, **{"env_timeout": 30.0} | flags), model, end_tokens("qwen2_5"))
     pool.serve(0)
     return pool
@@ -89,30 +37,6 @@ def says(pool: Environments, key, text: str, end: str = "<|im_end|>") -> dict:
     """The agent's answer to this turn of the model."""
     pool.ask(key, "step", ids=ids_of(text + end))
     return answers(pool, [key])[key]
-
-
-@pytest.mark.slow
-def test_the_openai_client_is_answered_and_refused(model, tokenizer, tmp_path, monkeypatch, capfd):  # noqa: F811
-    """Calls that extend each other add the template's own tokens alone; what is refused is no turn, and costs nothing."""
-    pytest.importorskip("openai")
-    for name, value in {"PYTHONPATH": str(tmp_path), "NO_PROXY": "example.org", "MY_TOKEN": "x"}.items():
-        monkeypatch.setenv(name, value)
-    pool = agents(model, f"{written(tmp_path / 'agent.py', WITH_OPENAI)} '{json.dumps(SCHEMA)}' {tmp_path}")
-    assert pool.scores_at_end[""] and not pool.note
-    pool.begin("a", ROW, seed=1, own_seed=1)
-    first = answers(pool, ["a"])["a"]
-    prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(first["prompt"]) == prompt and first["most"] is None
-    asked = says(pool, "a", ASKED)
-    assert (asked["history"], asked["most"], asked["calls"], asked["malformed"], asked["done"]) == (0, 3, 1, 0, False)
-    assert asked["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
-    cut = says(pool, "a", "six", end="")
-    assert tokenizer.decode(cut["ids"]) == "<|im_end|>\n<|im_start|>user\nIn digits.<|im_end|>\n<|im_start|>assistant\n"
-    done = says(pool, "a", "6")
-    assert done["done"] and done["reward"] == 1.0 and done["ids"] == []
-    pool.close()
-    said = capfd.readouterr()
-    assert "what it prints" in said.err + said.out and "reward" not in said.err + said.out
 
 
 @pytest.mark.parametrize(("form", "said"), [("auto", "drops the answers of tools"), ("hermes", "get a description of them")])
@@ -179,7 +103,7 @@ EVENTS |= {"hangs": "timeout"}
 
 
 @pytest.mark.slow
-def test_what_an_agent_does_costs_its_own_response(model, tmp_path):  # noqa: F811
+def test_what_an_agent_does_costs_its_own_response(model, tmp_path):
     """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
     pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=15.0)
     good = {"good": 2.0, "sends rubbish": 2.0, "leaves children": 2.0, "says nothing": None}
@@ -201,7 +125,7 @@ def test_what_an_agent_does_costs_its_own_response(model, tmp_path):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_an_agent_hears_that_its_budget_is_used_up(model, tmp_path):  # noqa: F811
+def test_an_agent_hears_that_its_budget_is_used_up(model, tmp_path):
     """Its open call is refused; it may still say what it has reached."""
     pool = agents(model, written(tmp_path / "agent.py", RUDE))
     pool.begin("a", {"ground_truth": "hears that its budget is used up"}, seed=1, own_seed=1)
@@ -233,6 +157,17 @@ def model_said(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
+RESET = {"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}
+
+
+async def begun(family: str = "qwen2_5") -> tuple[Agents, Session]:
+    """Agents, and a session that its agent has taken."""
+    of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
+    session = await of.begin()
+    session.is_taken.set()
+    return of, session
+
+
 async def ask(session, **body) -> dict:
     """The answer to a call in the form of chat completions."""
     call = chat.call({"model": "policy"} | body, session.answered)
@@ -248,11 +183,9 @@ def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", t
             heard.append(await ask(session, messages=messages, tools=tools, max_tokens=most))
 
     async def play() -> None:
-        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of(family, with_tools=bool(schemas)), None)
-        session = await of.begin()
-        session.is_taken.set()
+        _, session = await begun(family)
         calling = asyncio.create_task(agent(session))
-        found.append(await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"}))
+        found.append(await session.ask(RESET))
         for ids in said:
             found.append(await session.ask({"do": "step", "ids": ids}))
         calling.cancel()
@@ -263,11 +196,9 @@ def played(calls: list[list[dict]], *said: list[int], family: str = "qwen2_5", t
 
 def test_calls_at_once_are_answered_one_after_the_other():
     async def play() -> list[str]:
-        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of("qwen2_5", with_tools=False), None)
-        session = await of.begin()
-        session.is_taken.set()
+        _, session = await begun()
         calls = [asyncio.create_task(ask(session, messages=[user(f"{n}")])) for n in range(5)]
-        await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"})
+        await session.ask(RESET)
         for n in range(4):
             assert (await session.ask({"do": "step", "ids": ids_of(f"{n}.<|im_end|>")}))["history"] == n + 1
         last = asyncio.create_task(session.ask({"do": "step", "ids": ids_of("4.<|im_end|>")}))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from families import end_tokens, tokenizer_of
 from helpers import bits, run_script, undocumented
-from test_pool import answers, ids_of, model  # noqa: F401
+from test_pool import answers, ids_of
 
 import train_sync
 from rl import parts
@@ -19,7 +19,6 @@ from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.ranges import check
-from rl.user_file import digest_code
 
 CALCULATOR = '''
 def calculate(expression: str) -> str:
@@ -76,7 +75,7 @@ def rows_file(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def test_a_row_is_played_in_its_own_environment(folder, model):  # noqa: F811
+def test_a_row_is_played_in_its_own_environment(folder, model):
     """All are forks of one process, which has imported both files, one of them once for its two classes."""
     pool = Environments(flags_of(folder), model, end_tokens("qwen2_5"))
     names = {name: [schema["function"]["name"] for schema in tools.schemas] for name, tools in pool.tools.items()}
@@ -97,7 +96,7 @@ def test_a_row_is_played_in_its_own_environment(folder, model):  # noqa: F811
     pool.close()
 
 
-def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brings(folder, model, tmp_path):  # noqa: F811
+def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brings(folder, model, tmp_path):
     args = flags_of(folder)
     pool = Environments(args, model, end_tokens("qwen2_5"))
     pool.close()
@@ -168,17 +167,10 @@ def test_flags_that_name_no_environments(flags, said, folder, tmp_path):
         check(parts.make(train_sync.Args, **{name: placed(value) for name, value in flags.items()}))
 
 
-def test_an_import_that_fails_names_the_flags(folder, model):  # noqa: F811
+def test_an_import_that_fails_names_the_flags(folder, model):
     args = EnvironmentArgs(env=f"a={folder}/ones.py:Ones", tools=f"b={folder}/calculator.py:nothing")
     with pytest.raises(UserError, match=r"--env a=.*Ones --tools b=.*: .*calculator.py has no 'nothing'"):
         Environments(args, model, end_tokens("qwen2_5"))
-
-
-def test_the_content_of_each_file_belongs_to_the_run(folder):
-    ones, calculator = (digest_code(f"{folder}/{name}.py:X") for name in ("ones", "calculator"))
-    assert ones != calculator and len(ones) == 16
-    assert digest_code(f"a={folder}/ones.py:Ones") == ones
-    assert digest_code((f"a={folder}/ones.py:Ones", f"b={folder}/calculator.py:f")) == f"{ones} {calculator}"
 
 
 def test_validations_by_environment():

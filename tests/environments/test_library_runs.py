@@ -5,13 +5,13 @@ import json
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from families import tokenizer_of
 from helpers import SMALL, bits, eventually, free_port, run_killed, run_script
-from test_adapters import OPENENV, PACKAGES, SERVER, WITH
+from test_adapters import OPENENV, PACKAGES, SERVER, WITH, install
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]
 STEPS = 3
@@ -25,7 +25,9 @@ ENVIRONMENTS = {  # name -> the packages, and its flags
     "skyrl-gym": (f"{PACKAGES} {WITH}", ["--env", "skyrl-gym:gsm8k_multi_turn"]),
     "openenv": ("openenv==0.10.0", ["--env", "openenv:URL"]),
     "mcp": ("", ["--tools", f"mcp:{sys.executable} SERVER", "--reward", "tests/programs/spread_reward.py:score"]),
+    "trl": ("trl==1.16.0", ["--env", "TRL:Calculator", "--reward", "TRL:right,asks"]),
 }
+OF_CALCULATOR = ["--model", "demo-calculator", "--max-response-length", 24]  # which has learned to call the tool
 
 TRL = '''
 """A script of TRL, with its own loop, which is not called here."""
@@ -66,33 +68,6 @@ if __name__ == "__main__":
 '''
 
 
-def install(*words: str | Path) -> None:
-    try:
-        subprocess.run(["uv", *words], check=True, capture_output=True, text=True, timeout=300)
-    except (subprocess.SubprocessError, FileNotFoundError) as error:
-        pytest.skip(f"the packages cannot be installed: {getattr(error, 'stderr', error)!s:.300}")
-
-
-def rows(path: Path, of_row) -> Path:
-    path.write_text("".join(json.dumps({"data_source": "sums"} | of_row(n)) + "\n" for n in range(30)))
-    return path
-
-
-def sync_then_killed_async(flags: list, out: Path, env: dict, beside) -> tuple[dict, dict]:
-    """The bits of a sync run, and of an async one that was killed and resumed. beside: what is at work next to each run."""
-    flags = [*RUN, *flags, "--output-dir", out, "--experiment-name"]
-    with beside():
-        run_script("train_sync.py", *flags, "sync", env=env, timeout=600)
-    with beside():
-        flags = ["--staleness-threshold", 0, *flags, "async"]
-        run_killed("train_async.py", *flags, run=out / "async", steps=STEPS, env=env, timeout=600, ranks=2)
-    assert bits(out / "sync", STEPS) != bits(out / "sync", STEPS - 1)
-    lines = [json.loads(line) for line in (out / "sync" / "metrics.jsonl").read_text().splitlines()]
-    of_steps = [line for line in lines if line["step"]]
-    assert all(not line["reward/unscored"] and line["training/rollout_probs_diff_max"] < 1e-4 for line in of_steps)
-    return bits(out / "sync", STEPS), bits(out / "async", STEPS)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     import torch
@@ -117,18 +92,17 @@ def targets(tmp_path_factory) -> dict[str, Path]:
 def test_an_environment_of_a_library_trains_the_same_bits_in_each_mode(name, model, targets, tmp_path):
     packages, flags = ENVIRONMENTS[name]
     if packages not in targets:
-        more = [] if name == "openenv" else ["--no-deps"]
-        where = targets[""] / str(len(targets))
-        install("pip", "install", "--quiet", "--python", sys.executable, *more, "--target", where, *packages.split())
-        targets[packages] = where
+        targets[packages] = targets[""] / str(len(targets))
+        install(targets[packages], *packages.split(), more="" if name == "openenv" else "--no-deps")
     env = {"PYTHONPATH": str(targets[packages])}
-    (tmp_path / "server.py").write_text(OPENENV if name == "openenv" else SERVER)
+    (tmp_path / "server.py").write_text({"openenv": OPENENV, "trl": TRL}.get(name, SERVER))
     port = free_port()
-    words = {"URL": f"http://127.0.0.1:{port}", "SERVER": str(tmp_path / "server.py")}
+    words = {"URL": f"http://127.0.0.1:{port}"} | dict.fromkeys(("SERVER", "TRL"), str(tmp_path / "server.py"))
     for word, value in words.items():
         flags = [flag.replace(word, value) for flag in flags]
     asked = {} if name in ("reasoning-gym", "textarena", "gem", "openenv") else {"prompt": [{"role": "user", "content": "Go."}]}
-    file = rows(tmp_path / "rows.jsonl", lambda n: asked | {"ground_truth": str(n), "extra_info": {"max_turns": 3}})
+    rows = [asked | {"data_source": "sums", "ground_truth": str(n), "extra_info": {"max_turns": 3}} for n in range(30)]
+    (file := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     @contextmanager
     def beside():
@@ -142,20 +116,15 @@ def test_an_environment_of_a_library_trains_the_same_bits_in_each_mode(name, mod
             finally:
                 server.kill()
 
-    flags = ["--model", model, *flags, *TURNS, "--train-files", file, "--val-files", file]
-    sync, killed = sync_then_killed_async(flags, tmp_path / "runs", env, beside)
-    assert sync == killed
-
-
-def test_a_script_of_trl_trains_the_same_bits_in_each_mode(targets, tmp_path):
-    """Its class, whose tool a model that has learned to call it calls, and its reward functions."""
-    where = targets[""] / "trl"
-    install("pip", "install", "--quiet", "--python", sys.executable, "--no-deps", "--target", where, "trl==1.16.0")
-    (tmp_path / "script.py").write_text(TRL)
-    flags = ["--model", "demo-calculator", "--max-response-length", 24, "--env", f"{tmp_path / 'script.py'}:Calculator"]
-    flags += ["--reward", f"{tmp_path / 'script.py'}:right,asks"]
-    sync, killed = sync_then_killed_async(flags, tmp_path / "runs", {"PYTHONPATH": str(where)}, nullcontext)
-    assert sync == killed
-    of_run = [json.loads(line) for line in (tmp_path / "runs" / "sync" / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["reward/extra/tool_calls/mean"], line["critic/score/max"]) for line in of_run if line["step"]]
-    assert all(calls > 0 and most in (0.25, 1.0, 1.25) for calls, most in found)
+    of_rows = ["--model", model, *TURNS, "--train-files", file, "--val-files", file]
+    flags = [*flags, *(OF_CALCULATOR if name == "trl" else of_rows), "--output-dir", tmp_path, "--experiment-name"]
+    with beside():
+        run_script("train_sync.py", *RUN, *flags, "sync", env=env, timeout=600)
+    with beside():
+        split = [*RUN, *flags, "async", "--staleness-threshold", 0]
+        run_killed("train_async.py", *split, run=tmp_path / "async", steps=STEPS, env=env, timeout=600, ranks=2)
+    assert bits(tmp_path / "sync", STEPS) == bits(tmp_path / "async", STEPS) != bits(tmp_path / "sync", STEPS - 1)
+    lines = [json.loads(line) for line in (tmp_path / "sync" / "metrics.jsonl").read_text().splitlines()]
+    for line in [line for line in lines if line["step"]]:
+        assert not line["reward/unscored"] and line["training/rollout_probs_diff_max"] < 1e-4
+        assert name != "trl" or (line["reward/extra/tool_calls/mean"] and line["critic/score/max"] in (0.25, 1.0, 1.25))

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, eventually
+from helpers import ROOT
 from PIL import Image
 from scripted import ScriptedPool, engine_ranks
-from test_pool import environments, model  # noqa: F401 (model: a fixture)
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from test_pool import answers, begin, ids_of
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import train_async
@@ -226,13 +226,9 @@ def test_an_agent_s_images_are_in_each_of_its_conversations(protocol, demo_vl_mo
         torch.testing.assert_close(of_learner, theirs, atol=2e-5, rtol=0)
 
 
-def test_a_model_of_text_says_that_it_takes_no_image(model):  # noqa: F811
-    pool = environments(model, f"{SHOWS}:Shows")
-    row = {"ground_truth": "37", "prompt": [{"role": "user", "content": QUESTION}]}
-    pool.begin(0, row, seed=7, own_seed=1)
-    found = []
-    assert eventually(lambda: found.extend(pool.poll(0.2)) or found)
-    pool.ask(0, "step", ids=AutoTokenizer.from_pretrained(model)("37<|im_end|>")["input_ids"])
-    assert eventually(lambda: found.extend(pool.poll(0.2)) or len(found) > 1)
-    assert found[1][1]["event"] == "bad_value" and "--model takes text alone" in found[1][1]["message"]
-    pool.close()
+def test_a_model_of_text_says_that_it_takes_no_image(make_pool):
+    pool = make_pool(f"{SHOWS}:Shows")
+    begin(pool, 0, "37", prompt=[{"role": "user", "content": QUESTION}])
+    pool.ask(0, "step", ids=ids_of("37<|im_end|>"))
+    found = answers(pool, [0])[0]
+    assert found["event"] == "bad_value" and "--model takes text alone" in found["message"]

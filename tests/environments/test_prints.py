@@ -4,7 +4,7 @@ import os
 import threading
 
 import pytest
-from test_pool import answers, environments, model  # noqa: F401 a fixture
+from test_pool import answers
 
 from rl.children import server
 
@@ -42,10 +42,10 @@ def test_the_first_bytes_are_passed_on(written, left_out, capfd, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_episodes_show_a_little_however_they_print(model, tmp_path, capfd, monkeypatch):  # noqa: F811
+def test_episodes_show_a_little_however_they_print(make_pool, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(server, "PRINTED", 1 << 20)
     (tmp_path / "loud.py").write_text(LOUD)
-    pool = environments(model, f"{tmp_path / 'loud.py'}:Loud")
+    pool = make_pool(f"{tmp_path / 'loud.py'}:Loud")
     kinds = ("print", "files", "a child")
     for kind in kinds:
         pool.begin(kind, {"ground_truth": kind, "prompt": []}, seed=1, own_seed=1)

@@ -100,20 +100,10 @@ def test_async_calls_of_a_turn_run_at_the_same_time():
     come = asyncio.Event()
 
     async def waits(page: str) -> str:
-        """Waits.
-
-        Args:
-            page: A page.
-        """
         await asyncio.wait_for(come.wait(), 30)
         return f"waited for {page}"
 
     async def comes(page: str) -> str:
-        """Comes.
-
-        Args:
-            page: A page.
-        """
         come.set()
         raise ValueError(f"no {page}")
 

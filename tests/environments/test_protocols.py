@@ -8,15 +8,13 @@ import itertools
 import json
 
 import pytest
-from families import tokenizer_of
 from helpers import eventually
 from PIL import Image
-from test_agents import ASKED, ROW, agents, says, written
-from test_pool import answers, ids_of, model, wait_for  # noqa: F401 model: a fixture
+from test_agents import ASKED, RESET, ROW, agents, begun, says, written
+from test_pool import answers, ids_of
 from test_turns import SCHEMA, turns_of
 
 from rl.environments import pictures
-from rl.environments.agents import Agents
 from rl.environments.protocols import anthropic, chat, responses
 from rl.environments.protocols.form import Answer, Refused, reading
 from rl.environments.said import Growing, said
@@ -27,6 +25,10 @@ from pathlib import Path
 
 function, heard = json.loads(sys.argv[1])["function"], Path(sys.argv[2])
 messages = json.load(sys.stdin)["prompt"]
+assert (os.environ["EPISODE_SEED"], os.environ["EPISODE_SPLIT"]) == ("1", "train")
+assert os.environ["NO_PROXY"].split(",") == ["example.org", "127.0.0.1"]
+assert os.environ["PYTHONPATH"] == str(heard.parent) and "MY_TOKEN" not in os.environ
+print("what it prints")
 
 def refused(kind, make, said, **more):
     try:
@@ -108,17 +110,33 @@ CHAT = """
 import openai
 
 client, tools = openai.OpenAI(max_retries=0), [{"type": "function", "function": function}]
-first = client.chat.completions.create(model="policy", messages=messages, tools=tools)
+assert [model.id for model in client.models.list()] == ["policy"]
+make = client.chat.completions.create
+usual = {"model": "policy", "messages": messages}
+refused(openai.NotFoundError, make, "there is no model 'gpt'", **usual | {"model": "gpt"})
+refused(openai.BadRequestError, make, "an image is", **usual | {"messages": [
+    {"role": "user", "content": [{"type": "image_url"}]}]})
+refused(openai.BadRequestError, make, "samples freely", logprobs=True, **usual)
+for it in ({"max_tokens": -1}, {"max_tokens": 0}, {"max_completion_tokens": 0}, {"max_tokens": 5, "max_completion_tokens": 0}):
+    refused(openai.BadRequestError, make, "must be a whole number of at least 1", **it, **usual)
+refused(openai.AuthenticationError, make, "has this key", extra_headers={"Authorization": "Bearer sk-1"}, **usual)
+for path in ("/episodes/next", "/episodes/end"):  # of workers: a command ends its episode by exiting
+    refused(openai.NotFoundError, client.post, "", path=path, cast_to=object, body={})
+first = make(tools=tools, temperature=0.1, **usual)
 (call,) = first.choices[0].message.tool_calls
+assert first.choices[0].finish_reason == "tool_calls" and json.loads(call.function.arguments) == {"expression": "2*3"}
+assert first.usage.prompt_tokens > 100 and first.usage.completion_tokens > 20
 messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "6"}]
 text = ""
-with client.chat.completions.stream(model="policy", messages=messages, tools=tools) as stream:
+counts = {"stream_options": {"include_usage": True}}
+with client.chat.completions.stream(model="policy", messages=messages, tools=tools, **counts) as stream:
     for event in stream:
         if event.type == "content.delta":
             text += event.delta
             heard.write_text(text)
-    final = stream.get_final_completion().choices[0].message
-assert text == final.content == "It is six.", text
+    whole = stream.get_final_completion()
+assert text == whole.choices[0].message.content == "It is six.", text
+assert whole.choices[0].finish_reason == "stop" and whole.usage.completion_tokens == len(text) + 1
 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "In digits."}]
 said = asyncio.run(openai.AsyncOpenAI().chat.completions.create(model="policy", messages=messages, tools=tools, max_tokens=1))
 assert said.choices[0].finish_reason == "length"
@@ -128,19 +146,21 @@ print(json.dumps({"reward": float(said.choices[0].message.content == "6")}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "package"), [(CHAT, "openai"), (RESPONSES, "openai"), (ANTHROPIC, "anthropic")])
-def test_a_conversation_of_each_client_is_one_history(script, package, model, tmp_path):  # noqa: F811
-    """Tools, errors, and a stream that has arrived before its turn has ended."""
+def test_a_conversation_of_each_client_is_one_history(script, package, model, tokenizer, tmp_path, monkeypatch, capfd):
+    """Tools, a stream that has arrived before its turn has ended, and errors, which are no turns and cost nothing."""
     pytest.importorskip(package)
+    for name, value in {"PYTHONPATH": str(tmp_path), "NO_PROXY": "example.org", "MY_TOKEN": "x"}.items():
+        monkeypatch.setenv(name, value)
     heard = tmp_path / "heard"
     command = f"{written(tmp_path / 'agent.py', START + script)} '{json.dumps(SCHEMA)}' {heard}"
     pool = agents(model, command)
+    assert pool.scores_at_end[""] and not pool.note
     pool.begin("a", ROW, seed=1, own_seed=1)
     first = answers(pool, ["a"])["a"]
-    tokenizer = tokenizer_of("qwen2_5")
     prompt = tokenizer.apply_chat_template(ROW["prompt"], tools=[SCHEMA], add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(first["prompt"]) == prompt
     asked = says(pool, "a", ASKED)
-    assert (asked["history"], asked["calls"]) == (0, 1)
+    assert (asked["history"], asked["calls"], asked["malformed"], asked["done"]) == (0, 1, 0, False)
     assert asked["ids"] == turns_of("qwen2_5").between([{"role": "tool", "content": "6"}])
     turn = ids_of("It is six.<|im_end|>")
     for number in range(1, len(turn)):
@@ -152,8 +172,10 @@ def test_a_conversation_of_each_client_is_one_history(script, package, model, tm
     assert (more["history"], more["most"], more["stream"]) == (0, 1, None)
     assert tokenizer.decode(more["ids"]) == "\n<|im_start|>user\nIn digits.<|im_end|>\n<|im_start|>assistant\n"
     done = says(pool, "a", "6", end="")
-    assert done["done"] and done["reward"] == 1.0
+    assert done["done"] and done["reward"] == 1.0 and done["ids"] == []
     pool.close()
+    said = capfd.readouterr()
+    assert "what it prints" in said.err + said.out and "reward" not in said.err + said.out
 
 
 LEAVES = """
@@ -171,7 +193,7 @@ print(json.dumps({"reward": float(json.load(ask())["choices"][0]["message"]["con
 
 
 @pytest.mark.slow
-def test_an_agent_that_leaves_a_stream_may_ask_again(model, tmp_path, capfd):  # noqa: F811
+def test_an_agent_that_leaves_a_stream_may_ask_again(model, tmp_path, capfd):
     """The turn is sampled to its end, and the next call is a fork."""
     pool = agents(model, written(tmp_path / "agent.py", LEAVES))
     pool.begin("a", ROW, seed=1, own_seed=1)
@@ -390,9 +412,7 @@ def test_a_stop_string_ends_the_turn_and_is_not_in_its_text(protocol, name, stre
     text, seen = "I look.\nObserve it.\nObservation: 6", []
 
     async def play() -> tuple[dict, dict, list]:
-        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of("qwen2_5", with_tools=False), None)
-        session = await of.begin()
-        session.is_taken.set()
+        of, session = await begun()
         go = {"role": "user", "content": "Go."}
         given = {"model": "policy", "messages": [go], "stream": streams, name: ["Observation:", "Never"]}
         call = protocol.call(given, [])
@@ -403,7 +423,7 @@ def test_a_stop_string_ends_the_turn_and_is_not_in_its_text(protocol, name, stre
             return [found[-1][2]]
 
         calling = asyncio.create_task(heard())
-        first = await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"})
+        first = await session.ask(RESET)
         for token in ids_of(text) if streams else ():
             await of.order("parts", parts={session.key: [token]})
             await asyncio.sleep(0)
@@ -433,9 +453,7 @@ def test_several_answers_to_a_call_are_forks_of_it():
     """n: each with its own tokens, and in a stream with its own index."""
 
     async def play(streams: bool) -> tuple[list[dict], list]:
-        of = Agents({"agent": None, "timeout": 20.0}, lambda schemas: turns_of("qwen2_5", with_tools=False), None)
-        session = await of.begin()
-        session.is_taken.set()
+        of, session = await begun()
         given = {"model": "policy", "messages": [{"role": "user", "content": "Go."}], "n": 3, "stream": streams}
         call = chat.call(given | {"stream_options": {"include_usage": True}}, [])
         many = chat.events(call, session.pieces(call)) if streams else session.pieces(call)
@@ -444,7 +462,7 @@ def test_several_answers_to_a_call_are_forks_of_it():
             return [item async for item in many]
 
         calling = asyncio.create_task(heard())
-        found = [await session.ask({"do": "reset", "row": ROW, "own_seed": 1, "split": "train"})]
+        found = [await session.ask(RESET)]
         for text in ("One.", "Two.", "Three."):
             if streams:
                 await of.order("parts", parts={session.key: ids_of(text)})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from families import end_tokens, tokenizer_of
 from helpers import train
-from test_pool import answers, begin, environments, ids_of, model  # noqa: F401 model: a fixture
+from test_pool import answers, begin, ids_of
 
 import train_sync
 from rl import parts, ranges
@@ -170,12 +170,26 @@ def play(new: Callable[[], EpisodeProgram], *turns: str, row: dict = ROW, cut: s
     return answer if cut is None else episode.end({"ids": said + ids_of(cut)})
 
 
-def test_functions_see_the_live_environment_and_their_rewards_are_summed(started):
-    new = started("Dice", "total,bonus,other")
-    assert play(new, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 4.5
-    assert play(new, f"{CALL}{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 8.5
-    assert play(new, f"{CALL}<|im_end|>", cut="I wa")["reward"] == 4.5
-    assert play(new, cut="I wa")["reward"] == 0.5
+@pytest.mark.parametrize(
+    ("name", "functions", "said", "more", "reward"),
+    [  # functions see the live environment, and their rewards are summed
+        ("Dice", "total,bonus,other", [CALL, "done"], {}, 4.5),
+        ("Dice", "total,bonus,other", [CALL + CALL, "done"], {}, 8.5),
+        ("Dice", "total,bonus,other", [CALL], {"cut": "I wa"}, 4.5),
+        ("Dice", "total,bonus,other", [], {"cut": "I wa"}, 0.5),
+        ("Scored", "fixed", ["done"], {}, 107),  # a class may score as well
+        ("Own", "fixed", ["a", "b"], {"row": ROW | {"rewards": [None, None]}}, 7),
+        ("Own", "fixed", ["a", "b"], {"row": ROW | {"rewards": [0.5, None]}}, None),  # one of ours that has scored
+        ("Own", "fixed", ["a", "b"], {"row": ROW | {"rewards": [None, 0.5]}}, 0.5),
+        ("Narrow", "total", ["done"], {}, 3),  # reset gets the keywords that it names
+        ("tool", "of_completions", [CALL.replace("roll", "tool").replace(', "label": "a"', ""), "4"], {}, 6),
+    ],
+)
+def test_an_episode_s_reward(name, functions, said, more, reward, started):
+    assert play(started(name, functions), *(f"{text}<|im_end|>" for text in said), **more)["reward"] == reward
+
+
+def test_rewards_have_weights(started):
     new = started("Dice", "total,bonus,other", (2.0, 10.0, 1.0))
     assert play(new, f"{CALL}<|im_end|>", "done<|im_end|>")["reward"] == 2 * 4 + 10 * 0.5
 
@@ -189,23 +203,6 @@ def test_functions_get_what_trl_gives_them(started, tmp_path):
     assert calls == [{"times": 4, "label": "a"}] and last == "I wa" and level == [3]
     assert more == ["data_source", "extra_info", "ground_truth", "log_extra", "log_metric"]
     assert tokens > len(ids_of(f"Well. {CALL}<|im_end|>I wa")) + len(ids_of("<tool_response>"))
-
-
-def test_a_class_may_score_as_well_and_one_of_ours_that_has_scored_is_not_scored_again(started):
-    assert play(started("Scored", "fixed"), "done<|im_end|>")["reward"] == 107
-    new = started("Own", "fixed")
-    assert play(new, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, None]})["reward"] == 7
-    assert play(new, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [0.5, None]})["reward"] is None
-    assert play(new, "a<|im_end|>", "b<|im_end|>", row=ROW | {"rewards": [None, 0.5]})["reward"] == 0.5
-
-
-def test_reset_gets_the_keywords_that_it_names(started):
-    assert play(started("Narrow", "total"), "done<|im_end|>")["reward"] == 3
-
-
-def test_a_function_of_completions_scores_tools(started):
-    call = '<tool_call>{"name": "tool", "arguments": {"times": 4}}</tool_call>'
-    assert play(started("tool", "of_completions"), f"{call}<|im_end|>", "4<|im_end|>")["reward"] == 6
 
 
 @pytest.mark.parametrize(("functions", "said"), [("other", "each returned None"), ("of_two", "not a list of one reward")])
@@ -222,18 +219,17 @@ def test_a_group_s_resets_draw_the_same_and_its_tools_do_not(started):
 
 
 @pytest.mark.slow
-def test_a_reward_function_scores_in_the_process_of_its_episode(file, model):  # noqa: F811
+def test_a_reward_function_scores_in_the_process_of_its_episode(file, make_pool):
     spec = f"{file}:Dice"
-    pool = environments(model, spec, reward=f"{file}:total,bonus")
+    pool = make_pool(spec, reward=f"{file}:total,bonus")
     assert pool.scores_at_end[""] and "prompt" in begin(pool, "a", "", level=3)
     pool.ask("a", "step", ids=ids_of("done<|im_end|>"))
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
-    pool.close()
     with pytest.raises(UserError, match="has no 'Nested' that could be called"):
-        environments(model, spec.replace("Dice", "Nested"))
+        make_pool(spec.replace("Dice", "Nested"))
     file.write_text(f"from trl_that_is_missing import GRPOTrainer\n{SCRIPT}")
     with pytest.raises(UserError, match="imports trl_that_is_missing, which is not installed"):
-        environments(model, spec)
+        make_pool(spec)
     file.write_text(SCRIPT)
 
 

@@ -4,17 +4,17 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from families import end_tokens, tokenizer_of
 from helpers import eventually, free_port
 from processes import descendants
-from test_pool import answers, ids_of, model  # noqa: F401 model: a fixture
+from test_pool import answers, ids_of
 
 import train_sync
 from rl.environments import pool as pools
@@ -27,7 +27,7 @@ ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "Hello."}]}
 
 
-def serving(model: str, monkeypatch, number: int = 0, host: str = "", **flags) -> Environments:  # noqa: F811
+def serving(model: str, monkeypatch, number: int = 0, host: str = "", **flags) -> Environments:
     monkeypatch.setenv("SERVE_POLICY_KEY", SECRET)
     monkeypatch.setattr(pools, "LINGER", 2.0)
     flags = {"serve_policy": f"{host}{free_port() - number}", "env_timeout": 30.0} | flags
@@ -37,7 +37,7 @@ def serving(model: str, monkeypatch, number: int = 0, host: str = "", **flags) -
 
 
 @pytest.fixture(scope="module")
-def of_all_tests(model) -> Iterator[Environments]:  # noqa: F811
+def of_all_tests(model) -> Iterator[Environments]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         pool = serving(model, monkeypatch)
         yield pool
@@ -66,31 +66,22 @@ def begin(pool: Environments, key: str, split: str = "train") -> None:
 
 
 def take(pool: Environments) -> dict:
-    until = time.monotonic() + 30
-    while (found := post(pool, "episodes/next", SECRET))[0] == 204 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert found[0] == 200
-    return found[1]
+    found = []
+    assert eventually(lambda: found.append(post(pool, "episodes/next", SECRET)) or found[-1][0] != 204, 30)
+    assert found[-1][0] == 200
+    return found[-1][1]
 
 
 def says(pool: Environments, key: str, text: str) -> None:
     pool.ask(key, "step", ids=ids_of(f"{text}<|im_end|>"))
 
 
-class Calling(threading.Thread):
-    """A call on its way; `found` is its status and answer."""
+THREADS = ThreadPoolExecutor()
 
-    def __init__(self, pool: Environments, key: str, body: dict = HELLO):
-        super().__init__()
-        self.ask = lambda: post(pool, "chat/completions", key, body)
-        self.start()
 
-    def run(self) -> None:
-        self.found = self.ask()
-
-    def answer(self) -> tuple[int, dict]:
-        self.join(30)
-        return self.found
+def calling(pool: Environments, key: str, body: dict = HELLO) -> Future:
+    """A call on its way, whose result is its status and answer."""
+    return THREADS.submit(post, pool, "chat/completions", key, body)
 
 
 @pytest.mark.slow
@@ -100,12 +91,12 @@ def test_an_episode_is_what_a_command_s_is(pool):
     episode = take(pool)
     assert (episode["row"], episode["seed"], episode["split"]) == (ROW | {"name": "a"}, 1, "val")
     assert (episode["model"], episode["timeout"]) == ("policy", 30.0)
-    call = Calling(pool, episode["api_key"], HELLO | {"max_tokens": 7})
+    call = calling(pool, episode["api_key"], HELLO | {"max_tokens": 7})
     first = answers(pool, ["a"])["a"]
     expected = tokenizer_of("qwen2_5").apply_chat_template(HELLO["messages"], add_generation_prompt=True, tokenize=False)
     assert tokenizer_of("qwen2_5").decode(first["prompt"]) == expected and first["most"] == 7
     says(pool, "a", "Hi.")
-    assert call.answer()[1]["choices"][0]["message"]["content"] == "Hi."
+    assert call.result(30)[1]["choices"][0]["message"]["content"] == "Hi."
     assert post(pool, "episodes/end", episode["api_key"], {"reward": 0.5})[0] == 200
     assert answers(pool, ["a"])["a"]["reward"] == 0.5
 
@@ -125,10 +116,10 @@ def test_an_episode_ends_once(pool):
     """Bad values are refused and end nothing; after the end all is refused, also when the rank has closed the episode."""
     begin(pool, "a")
     key = take(pool)["api_key"]
-    call = Calling(pool, key)
+    call = calling(pool, key)
     answers(pool, ["a"])
     says(pool, "a", "Hi.")
-    call.answer()
+    call.result(30)
     rewards = [{"reward": reward} for reward in ("much", float("nan"), 10**400)]
     for wrong in (*rewards, {"rewards": 1}, {"reward": 1, "error": "x"}, {"error": 3}):
         assert post(pool, "episodes/end", key, wrong)[0] == 400
@@ -149,7 +140,7 @@ def test_an_end_without_a_call_is_not_scored(pool, end, said):
 
 
 @pytest.mark.slow
-def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):  # noqa: F811
+def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(model, monkeypatch, capfd):
     pool = serving(model, monkeypatch, number=3, env_timeout=1.0)
     assert pool.url == f"http://127.0.0.1:{int(pool.args.serve_policy) + 3}/v1"
     begin(pool, "a")
@@ -169,27 +160,26 @@ def test_an_episode_waits_for_a_worker_and_no_longer_for_one_that_is_silent(mode
 
 
 @pytest.mark.slow
-def test_the_end_is_said_to_whoever_asks(model, monkeypatch):  # noqa: F811
+def test_the_end_is_said_to_whoever_asks(model, monkeypatch):
     """To a worker whose call is open, and to one that asks for an episode; then the port is free."""
     pool = serving(model, monkeypatch)
     begin(pool, "a")
     key = take(pool)["api_key"]
-    call = Calling(pool, key)
+    call = calling(pool, key)
     answers(pool, ["a"])
-    ends = threading.Thread(target=pool.close)
-    ends.start()
-    assert call.answer()[0] == 410
+    ends = THREADS.submit(pool.close)
+    assert call.result(30)[0] == 410
     for path, its in (("episodes/next", SECRET), ("chat/completions", key)):
         status, said = post(pool, path, its, HELLO)
         assert status == 410 and "the run has ended" in said["error"]["message"]
-    ends.join(10)
+    ends.result(10)
     with socket.create_server(("127.0.0.1", int(pool.args.serve_policy))):
         pass
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("host", "address"), [("0.0.0.0:", "127.0.0.1"), ("[::1]:", "[::1]")])
-def test_addresses(model, host, address, monkeypatch):  # noqa: F811
+def test_addresses(model, host, address, monkeypatch):
     if "::" in host and not socket.has_dualstack_ipv6():
         pytest.skip("the system has no IPv6")
     pool = serving(model, monkeypatch, host=host)
@@ -199,7 +189,7 @@ def test_addresses(model, host, address, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_what_cannot_be_served_is_a_message(model, monkeypatch):  # noqa: F811
+def test_what_cannot_be_served_is_a_message(model, monkeypatch):
     for flags, said in (
         ({"agent": "python x.py"}, "--agent and --serve-policy: a response has one environment"),
         ({"serve_policy": "0"}, "give a port, or an address and a port"),

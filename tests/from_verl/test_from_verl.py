@@ -13,8 +13,8 @@ from test_examples import RECIPES, SCRIPTS, number, parse
 
 from rl import flags, parts
 from rl.errors import UserError
-from tools.from_verl import table, translate, verl_run
-from tools.from_verl.__main__ import main, read_text, report
+from tools.from_verl import table, translate
+from tools.from_verl.__main__ import main, report
 from tools.from_verl.command import parse_value, read_script, read_words
 from tools.from_verl.table import OTHER_DEFAULTS, ROWS, ROWS_OF_SFT
 
@@ -256,47 +256,35 @@ def test_verls_own_default_estimator_has_a_critic_with_verls_numbers():
 MEANINGS = [line.split("\t") for line in (ROOT / "tests/fixtures/verl/meanings.tsv").read_text().splitlines()[1:]]
 
 
+SPLIT = ("algorithm.adv_estimator=grpo", "A.rollout.n=4", "A.rollout.tensor_model_parallel_size=1")
+SPLIT = tuple(word.replace("A.", "actor_rollout_ref.") for word in SPLIT)
+# The first word of a line -> verl's program, and the keys that it stands for. verl's own defaults of the first: 4 updates a
+# step, one batch ahead, at most 8 versions in a response; of the second: a publish every 4 steps, one mini-batch a step, 100
+# prompts.
+ASYNCHRONOUS = {
+    "V1": (
+        "trainer.main_ppo",
+        "trainer.v1.trainer_mode=separate_async A.rollout.nnodes=1 trainer.n_gpus_per_node=4 data.train_batch_size=64 "
+        "A.actor.ppo_mini_batch_size=16 trainer.total_training_steps=100 trainer.test_freq=5 "
+        "A.actor.optim.lr_warmup_steps_ratio=0.1 A.rollout.tensor_model_parallel_size=1",
+    ),
+    "FULLY": (
+        "fully_async_main",
+        "trainer.test_freq=5 trainer.save_freq=10 A.actor.ppo_mini_batch_size=10 rollout.nnodes=1 "
+        "A.rollout.tensor_model_parallel_size=1",
+    ),
+}
+
+
 @pytest.mark.parametrize(("words", "flags_"), MEANINGS)
 def test_values_keep_their_meaning(words, flags_):
-    found = ours("algorithm.adv_estimator=grpo", "A.rollout.n=4".replace("A.", "actor_rollout_ref."),
-                 *words.replace("A.", "actor_rollout_ref.").split())  # fmt: skip
+    first, _, rest = words.partition(" ")
+    program, own = ASYNCHRONOUS.get(first, ("main_ppo", first))
+    words = f"algorithm.adv_estimator=grpo A.rollout.n=4 {own} {rest}".replace("A.", "actor_rollout_ref.")
+    found = ours(*words.split(), script=program)
     wanted = json.loads(flags_)
     assert {name: shown(found).get(name) for name in wanted} == wanted and not found.refusal
-
-
-SPLIT = (
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-)
-
-
-V1 = (
-    *SPLIT, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1", "trainer.n_gpus_per_node=4",
-    "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=100",
-    "trainer.test_freq=5", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "flags_"),
-    [
-        # verl's defaults: 4 updates a step, one batch ahead, at most 8 versions in a response
-        ((), {"publish-every": 4, "staleness-threshold": 1.0, "max-staleness": 7}),
-        (("trainer.v1.separate_async.parameter_sync_step=2", "trainer.v1.separate_async.num_warmup_batches=1.5"),
-         {"publish-every": 2, "staleness-threshold": 1.5}),
-        (("trainer.v1.sampler.max_off_policy_threshold=3",), {"max-staleness": 2}),
-        (("trainer.v1.sampler.max_off_policy_threshold=null",), {"max-staleness": None}),
-        # what it counts in publishes
-        ((), {"total-training-steps": 400, "test-freq": 20, "lr-warmup-steps": 40, "total-rollout-steps": None}),
-        ((), {"generators": 4, "partial-rollout": "recompute", "train-batch-size": 16}),
-    ],
-)  # fmt: skip
-def test_the_asynchronous_mode_of_verls_newer_trainer(words, flags_):
-    found = ours(*V1, *words, script="trainer.main_ppo")
-    assert found.script == "train_async.py" and not found.refusal
-    got = shown(found) | {"trainer": None}
-    assert {name: got.get(name, {"staleness-threshold": 1.0}.get(name)) for name in flags_} == flags_
+    assert first not in ASYNCHRONOUS or found.script == "train_async.py"
 
 
 def test_verls_newer_trainer_is_synchronous_by_default():
@@ -323,22 +311,6 @@ def test_groups_are_filtered_by_the_score_without_the_penalty_on_length(metric):
     assert any("the penalty on length in it" in note for note in by_default.notes), "verl's default is the reward"
 
 
-def test_fully_async_counts_in_publishes_and_prompts():
-    """verl's own defaults there: a publish every 4 steps, one mini-batch a step, 100 prompts."""
-    words = (
-        "trainer.test_freq=5",
-        "trainer.save_freq=10",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=10",
-        "rollout.nnodes=1",
-    )
-    found = ours(*SPLIT, *words, "rollout.total_rollout_steps=5000", script="fully_async_main")
-    got = shown(found)
-    assert (got["test-freq"], got["save-freq"], got["total-rollout-steps"], got["total-epochs"]) == (20, 40, 5000, 30)
-    assert (got["publish-every"], got["staleness-threshold"], got["partial-rollout"]) == (4, 0.1, "recompute")
-    assert found.script == "train_async.py" and not found.refusal
-    assert shown(ours(*SPLIT, *words, script="fully_async_main"))["total-rollout-steps"] == 100
-
-
 @pytest.mark.parametrize(
     ("learn", "generate", "nodes", "ranks", "generators"),
     [((1, 1), (1, 1), 1, 2, 1), ((1, 4), (1, 4), 1, 8, 4), ((1, 8), (1, 8), 2, 8, 4), ((1, 16), (1, 16), 2, 16, 8),
@@ -356,12 +328,6 @@ def test_what_does_not_divide_is_said():
     words = ("trainer.n_gpus_per_node=12", "rollout.nnodes=1", "rollout.n_gpus_per_node=5")
     found = ours(*SPLIT, *words, script="one_step_off_policy.main_ppo")
     assert found.verdicts["rollout.n_gpus_per_node"][0] == "not here"
-
-
-def test_the_script_follows_from_the_keys_where_no_program_is_named():
-    assert translate.translate(read_text("async_training.staleness_threshold=0.5")).script == verl_run.ASYNC
-    assert translate.translate(read_text("actor_rollout_ref.hybrid_engine=False")).script == verl_run.ONE_STEP_OFF
-    assert translate.translate(read_text("data.shuffle=False trainer.nnodes=2")).script == verl_run.SYNC
 
 
 def test_ratios_of_a_run_whose_length_the_data_decide_are_not_guessed():

@@ -80,6 +80,9 @@ def test_conversations_of_the_older_trainer():
         ("actor_rollout_ref.model.path=x data.train_files=a.parquet", "train_sync.py"),
         ("python3 /home/me/convert/verl/trainer/main_ppo.py data.train_files=a.parquet", "train_sync.py"),
         ("python3 -m recipe.dapo.main_dapo data.train_files=a.parquet", "train_sync.py"),
+        ("async_training.staleness_threshold=0.5", "train_async.py"),
+        ("actor_rollout_ref.hybrid_engine=False", "train_one_step_off.py"),
+        ("data.shuffle=False trainer.nnodes=2", "train_sync.py"),
     ],
 )
 def test_the_script_of_a_program(text, script):

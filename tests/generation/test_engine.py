@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from helpers import drain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -38,15 +39,6 @@ def close(output, start: int, expected, kind: str) -> None:
     """The output's log-probs from token `start` are these."""
     found = torch.tensor(output.log_probs[start : start + len(expected)])
     torch.testing.assert_close(found, expected, atol=1e-3 if kind in HYBRIDS else 1e-4, rtol=0)
-
-
-def drain(engine, requests):
-    for request in requests:
-        engine.add(request)
-    outputs = []
-    while engine.num_unfinished:
-        outputs += engine.step()
-    return {output.id: output for output in outputs}
 
 
 def requests_for(temperature=1.0, n=4, max_tokens=24, **sampling):

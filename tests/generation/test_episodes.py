@@ -19,7 +19,7 @@ from rl.generation.engine import Request
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
 from rl.generation.responses import Key
-from rl.samples.group import Group
+from rl.samples.group import UNPENALISED, Group
 
 END, ANSWER = 1, [90, 91, 92]
 TURN = [5, 6, END]  # of the model
@@ -135,6 +135,12 @@ def test_turns_and_answers_alternate():
         assert response.extra["environment_seconds"] == 3.0
         assert [answered for _, answered in response.seconds] == [1.0] * 3 and min(response.seconds)[0] >= 0
     assert not played.alive and not generator.pool.texts
+
+
+def test_the_penalty_on_length_counts_the_policy_s_tokens():
+    """9 of 15, of which 3 are beyond 30 - 24."""
+    group, _, _ = played_by(until(3, 0.5), overlong_buffer_len=24)
+    assert [(r.score, r.extra[UNPENALISED]) for r in group.responses] == [(1.5 - 3 / 24, 1.5)] * 2
 
 
 @pytest.mark.parametrize("row", [{"prompt_ids": [5, 6]}, {}])

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import drain
 from scripted import ScriptedPool, engine_ranks, scripted_job
-from test_engine import drain, requests_for
+from test_engine import requests_for
 from test_episodes import Played, finish
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as kinds

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_engine import drain
+from helpers import drain
 from test_vision import KINDS, ROWS, dataset, inputs_of, reference, rows, vlms  # noqa: F401  (fixtures)
 from transformers import AutoModelForImageTextToText
 

@@ -172,15 +172,6 @@ def test_explained_variance_sees_a_constant_error_and_equal_returns():
     assert explained_variance(batch) == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [({"lora_rank": 8}, "--lora-rank is there to avoid"), ({"expert_parallel": 2}, "--expert-parallel divides the policy's")],
-)
-def test_what_a_critic_does_not_go_with_is_refused(flags, said):
-    with pytest.raises(UserError, match=said):
-        check(parts.make(train_sync.Args, adv_estimator="gae", **flags))
-
-
 def test_a_critic_with_another_vocabulary_or_images_is_refused(models):
     args = parts.make(train_sync.Args, adv_estimator="gae", critic_model="x")
     with pytest.raises(UserError, match=r"^--critic-model .*tokenizer is not that of --model .*A critic reads"):

@@ -228,6 +228,7 @@ def test_ranks_in_bf16_are_as_near_to_fp32_as_one_rank_is(models, kind, case):
 
 IN_8_BITS = {"optim": "adamw_8bit"}
 RESHARDED = {  # model, flags, and (ranks, flags) one after the other
+    "dense": ("qwen2-tied", {}, [(2, {}), (3, {}), (1, {})]),
     "experts": ("moe", {}, [(2, IN_TWO), (4, {"expert_parallel": 4} | SHARED), (1, {})]),
     # its shared expert has a gate of one row, [1, 64], of which one of two learners has nothing
     "8 bits": ("gate", IN_8_BITS, [(1, {}), (2, {}), (1, {})]),

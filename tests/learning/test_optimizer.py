@@ -1,21 +1,17 @@
 """The optimizer's memory flags change only where moments are stored, and in which precision; and what a learner alone does
 without FSDP is what it does with it."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from helpers import make_group
 from torch.distributed.fsdp import FSDPModule
 
-from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
-from rl.learning.optimizer import lr_factor
 from rl.ranges import check
 from rl.ranks.shards import local
 
@@ -41,11 +37,22 @@ def weights(learner: Learner) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in learner.weights()])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_moments_on_the_host_change_no_bit(models, ranks, dtype):
-    flags = {"dtype": dtype, "gradient_checkpointing": True}
-    plain, other = (make_learner(models["qwen3"], ranks, optimizer_offload=on, **flags) for on in (False, True))
-    assert isinstance(other.optimizer, CompactAdamW) and not isinstance(plain.optimizer, CompactAdamW)
+OFFLOADED = [(kind, "param_offload", dtype) for kind in ("qwen2-tied", "moe") for dtype in ("float32", "bfloat16")]
+OFFLOADED += [("qwen3", "optimizer_offload", "bfloat16")]
+OFFLOADED += [pytest.param("qwen3", "optimizer_offload", "float32", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("model", "flag", "dtype"), OFFLOADED)
+def test_a_rank_alone_learns_what_it_learns_with_its_memory_on_the_host(models, ranks, model, flag, dtype):
+    """Bit for bit, with gradients of several micro-batches. In fp32 without FSDP."""
+    flags = {"gradient_checkpointing": True, "dtype": dtype}
+    plain, other = (make_learner(models[model], ranks, **flags, **{flag: on}) for on in (False, True))
+    parts = [sum(isinstance(module, FSDPModule) for module in of.policy.modules()) for of in (plain, other)]
+    every = 1 + len(plain.policy.model.model.layers)
+    needed = 0 if dtype == "float32" else every
+    assert parts == [needed, every if flag == "param_offload" else needed]
+    assert [isinstance(of.optimizer, CompactAdamW) for of in (plain, other)] == [False, flag == "optimizer_offload"]
+    assert {p.dtype for p in plain.policy.parameters()} == {torch.float32}
     first = weights(plain).clone()
     for seed in range(3):
         assert update(plain, seed) == update(other, seed)
@@ -54,26 +61,6 @@ def test_moments_on_the_host_change_no_bit(models, ranks, dtype):
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(local(states[0][name]), local(states[1][name])) for name in states[0])
     assert plain.state() == other.state()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["qwen2-tied", "moe"])
-def test_a_rank_alone_learns_what_it_learns_with_everything_offloaded(models, ranks, model, dtype):
-    """Bit for bit, with gradients of several micro-batches. In fp32 without FSDP."""
-    flags = {"gradient_checkpointing": True, "dtype": dtype}
-    alone, moving = (make_learner(models[model], ranks, param_offload=offload, **flags) for offload in (False, True))
-    parts = [sum(isinstance(module, FSDPModule) for module in of.policy.modules()) for of in (alone, moving)]
-    every = 1 + len(alone.policy.model.model.layers)
-    assert parts == [0 if dtype == "float32" else every, every]
-    assert {p.dtype for p in alone.policy.parameters()} == {torch.float32}
-    for seed in range(3):
-        assert update(alone, seed) == update(moving, seed)
-    assert torch.equal(weights(alone), weights(moving))
-
-
-def test_flags_that_exclude_each_other_are_refused():
-    with pytest.raises(UserError, match=re.escape("--optimizer-offload: --param-offload keeps the moments")):
-        check(LearnerArgs(optimizer_offload=True, param_offload=True))
 
 
 # ------------------------------------------------------------------------------------------------------ CompactAdamW
@@ -164,12 +151,3 @@ def test_8_bits_are_those_of_the_paper(shape, monkeypatch):
     state = optimizer.state[parameter]
     sizes = [sum(tensor.nbytes for tensor in state.values()), 2 * parameter.nbytes]
     assert state["exp_avg"].dtype == torch.uint8 and sizes[0] < 0.35 * sizes[1]
-
-
-def test_the_learning_rate_follows_its_schedule():
-    args = LearnerArgs(lr_warmup_steps=4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
-    assert [lr_factor(step, 10, args) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert lr_factor(4, 10, args) == pytest.approx(1.0)
-    assert lr_factor(7, 10, args) == pytest.approx(0.1 + 0.9 * 0.5)  # half of the cosine's way
-    assert lr_factor(10, 10, args) == lr_factor(50, 10, args) == pytest.approx(0.1)
-    assert lr_factor(10**6, 10, LearnerArgs(lr_warmup_steps=0, lr_scheduler_type="constant")) == 1.0

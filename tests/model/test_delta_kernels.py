@@ -7,28 +7,16 @@ import types
 import pytest
 import torch
 from helpers import DELTA, SMALL
-from test_delta_net import differences, in_double, micro_batch  # noqa: F401  (a fixture)
+from test_delta_net import differences, in_double, micro_batch, recurrence  # noqa: F401  (a fixture)
 from transformers import Qwen3_5TextConfig
 
 from rl.generation.embedded.states import FillingChain, States
 from rl.model.hybrid import kernels
-from rl.model.hybrid.chain import Chain
 from rl.model.kernel_check import TOLERANCE
 from rl.ranks.device import DELTA_RULE
 
 CPU = torch.device("cpu")
 CONFIG = Qwen3_5TextConfig(**SMALL | DELTA)
-
-
-def steps(q, k, v, g, beta, state):
-    """The recurrence of arXiv 2412.06464, equation 10, over one sequence: q, k [L, H, K], v [L, H, V], state [H, K, V]."""
-    out = []
-    for t in range(len(q)):
-        state = g[t, :, None, None].exp() * state
-        new = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t, :, :, None] * new[:, None]
-        out.append(torch.einsum("hkv,hk->hv", state, q[t]))
-    return torch.stack(out), state
 
 
 def chunk_gated_delta_rule(
@@ -49,9 +37,9 @@ def chunk_gated_delta_rule(
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q = q * (scale or q.shape[-1] ** -0.5)
     state = q.new_zeros(count, q.shape[1], q.shape[2], v.shape[2]) if initial_state is None else initial_state.to(wide)
-    parts = zip(*(x.split(lengths) for x in (q, k, v, g, beta)), state, strict=True)
-    outputs, states = zip(*(steps(*part) for part in parts), strict=True)
-    return torch.cat(outputs)[None].to(given), torch.stack(states) if output_final_state else None
+    parts = zip(*(x[None].split(lengths, 1) for x in (q, k, v, g, beta)), state.split(1), strict=True)
+    outputs, states = zip(*(recurrence(*part) for part in parts), strict=True)
+    return torch.cat(outputs, 1).to(given), torch.cat(states) if output_final_state else None
 
 
 CALLS: list[int] = []  # sequences of each
@@ -193,9 +181,3 @@ def test_a_prefill_by_the_kernel_leaves_the_same_states(on_cpu):
     for found, expected in zip(filled(), own, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert [len(kernels.LENGTHS), 3] == CALLS
-
-
-def test_a_row_of_prompts_alone():
-    chain = Chain([3, 2], [-1, -1], CPU)
-    (wave,), order = chain._waves
-    assert wave.front is None and wave.ends.tolist() == [0, 3, 5] and order.tolist() == [0, 1, 2, 3, 4]

@@ -136,16 +136,21 @@ def test_the_start_check_refuses_what_changes_values(mutant, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ the rule
 
 
-def written_out(q, k, v, decay, beta, state):
-    """The gated delta rule token by token, of arXiv 2412.06464, equation 10: state [S, H, Dk, Dv]."""
+def recurrence(q, k, v, decay, beta, state):
+    """The gated delta rule token by token, of arXiv 2412.06464, equation 10: q, k [S, L, H, Dk], v [S, L, H, Dv], state
+    [S, H, Dk, Dv]."""
     out = []
-    q, k = (F.normalize(x, dim=-1, eps=1e-6) for x in (q, k))
     for t in range(q.shape[1]):
         state = decay[:, t, :, None, None].exp() * state
         held = (state * k[:, t, ..., None]).sum(-2)
         state = state + k[:, t, ..., None] * (beta[:, t, :, None] * (v[:, t] - held))[..., None, :]
-        out.append((state * q[:, t, ..., None]).sum(-2) * q.shape[-1] ** -0.5)
+        out.append((state * q[:, t, ..., None]).sum(-2))
     return torch.stack(out, 1), state
+
+
+def written_out(q, k, *rest):
+    q, k = (F.normalize(x, dim=-1, eps=1e-6) for x in (q, k))
+    return recurrence(q * q.shape[-1] ** -0.5, k, *rest)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 150])

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import flat_gradient, make_group, relative, whole
+from helpers import flat_gradient, make_group, packed_learner, relative, whole
 from torch._inductor import config
 
 from rl.errors import UserError
@@ -16,7 +16,7 @@ from rl.learning import placement
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch, micro_batches
+from rl.learning.micro_batches import micro_batches
 from rl.model import liger
 from rl.model.compiled import compile_layers
 from rl.model.pretrained import empty_model, load_config
@@ -151,28 +151,20 @@ def installed(monkeypatch):
     liger.unused.cache_clear()
 
 
-def learn(path: str, ranks, **flags) -> tuple[list[torch.Tensor], Learner]:
-    """Log-probs and gradients of packed rows, and the learner."""
-    learner = Learner(path, LearnerArgs(**flags), ranks, 10)
-    batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
-    log_prob = learner.forward(MicroBatch.of(batch, list(range(6)), CPU)).log_prob
-    (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
-    return [log_prob.detach(), *(whole(p.grad) for p in learner.policy.parameters())], learner
-
-
 def replaced(learner: Learner) -> set[str]:
     return {type(module).__name__ for module in learner.policy.model.modules() if "forward" in vars(module)}
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen3", "moe"])
 def test_a_learner_computes_the_same_by_the_kernels(models, ranks, kind, installed):
-    expected, _ = learn(models[kind], ranks)
+    plain, expected = packed_learner(models[kind], ranks)
     installed()
-    found, learner = learn(models[kind], ranks)
+    learner, found = packed_learner(models[kind], ranks)
     names = replaced(learner)
     assert any(name.endswith("RMSNorm") for name in names)
     assert any(name.endswith("MLP") for name in names) == (kind != "moe")
-    for a, b in zip(found, expected, strict=True):
+    gradients = ([whole(p.grad) for p in of.policy.parameters()] for of in (learner, plain))
+    for a, b in [(found, expected), *zip(*gradients, strict=True)]:
         assert (a - b).norm() < 1e-5 * b.norm().clamp_min(1e-3)
 
 
@@ -189,7 +181,7 @@ def test_a_learner_computes_the_same_by_the_kernels(models, ranks, kind, install
 )
 def test_kernels_that_are_wrong_or_fail_are_not_used(models, ranks, kernels, why, installed, capsys):
     installed(**kernels)
-    _, learner = learn(models["qwen3"], ranks)
+    learner, _ = packed_learner(models["qwen3"], ranks)
     said = [line for line in capsys.readouterr().out.splitlines() if "liger" in line]
     assert len(said) == 1 and said[0].startswith("warning: liger-kernel is not used: ") and why in said[0]
     assert not replaced(learner)

@@ -6,16 +6,12 @@ import helpers
 import packed_kernels as kernels
 import pytest
 import torch
-from helpers import flat_gradient, make_group
+from helpers import flat_gradient, packed_learner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
 from rl.errors import UserError
-from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
-from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
 from rl.model import attention_kernels
 from rl.model.attention import Packed
 from rl.model.attention_kernels import check_kernel
@@ -92,27 +88,18 @@ def test_rectangles_only_where_there_is_no_kernel(kind, dtype, segments, size, k
     assert packed_attention(torch.empty(1, 1, size, dtype=dtype), segments) == kernel
 
 
-def learn(path: str, ranks, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and the gradient of packed rows with shared prompts of uneven lengths."""
-    learner = Learner(path, LearnerArgs(dtype=dtype), ranks, 10)
-    batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
-    log_prob = learner.forward(MicroBatch.of(batch, list(range(6)), CPU)).log_prob
-    (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
-    return log_prob.detach(), flat_gradient(learner.policy)
-
-
 @pytest.mark.parametrize(("kind", "dtype", "within"), [("npu", "float32", 2e-6), ("cuda", "bfloat16", 2e-2)])
 def test_a_learner_computes_the_same_with_a_kernel(models, ranks, on_cpu, kind, dtype, within):
-    expected = learn(models["qwen3"], ranks, dtype)
+    plain, expected = packed_learner(models["qwen3"], ranks, dtype=dtype)
     on_cpu(kind)
     kernel, before = PACKED_ATTENTION[kind][0], kernels.CALLS.copy()
-    found = learn(models["qwen3"], ranks, dtype)
+    learner, found = packed_learner(models["qwen3"], ranks, dtype=dtype)
     made = kernels.CALLS - before
     assert made.pop(f"{kernel} backward") == 1 + 2, "the check at the start, and two layers"
     assert made.pop(kernel) == (3 if dtype == "bfloat16" else 3 + 2), "the comparison with transformers is in fp32"
     assert not made
-    for a, b in zip(found, expected, strict=True):
-        assert relative(a, b) < within
+    assert relative(found, expected) < within
+    assert relative(flat_gradient(learner.policy), flat_gradient(plain.policy)) < within
 
 
 @pytest.mark.parametrize("kind", ["npu", "cuda"])

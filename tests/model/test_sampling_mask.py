@@ -1,4 +1,4 @@
-"""--keep-sampling-mask: what could be sampled is recorded and travels, and the learner takes its log-probs over it."""
+"""--keep-sampling-mask: what could be sampled is recorded, and the learner takes its log-probs over it."""
 
 import dataclasses
 import itertools
@@ -11,9 +11,6 @@ from test_engine import PROMPTS, drain, requests_for
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
-import train_sync
-from rl import parts
-from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
 from rl.learning.args import LearnerArgs
@@ -21,7 +18,6 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.model import policy, sampling_mask
-from rl.ranges import check
 from rl.samples.group import Group
 
 TEMPERATURE, K = 0.7, 6
@@ -52,16 +48,6 @@ def recorded(batch_of: list[Group], rng) -> list[Group]:
 def groups() -> list[Group]:
     rng = np.random.default_rng(0)
     return recorded([make_group(t, rng.integers(1, 9, 3), prompt=4, rng=rng, masked=True) for t in range(3)], rng)
-
-
-def test_a_record_travels(groups):
-    for group in groups:
-        same = Group.from_bytes(group.to_bytes())
-        for before, after in zip(group.responses, same.responses, strict=True):
-            assert (before.support is None) == (after.support is None)
-            assert before.support is None or np.array_equal(before.support, after.support)
-    plain = make_group(9, [3, 4])
-    assert Group.from_bytes(plain.to_bytes()).responses[0].support is None
 
 
 @pytest.mark.parametrize("at_once", [policy.LOGITS_AT_ONCE, 64])
@@ -153,18 +139,6 @@ def test_the_engine_records_what_could_be_sampled(models, top_k, top_p, min_p):
             kept = order[ahead < top_p].tolist()
             assert row[row >= 0].tolist() == kept and token in kept
             assert log_prob == pytest.approx(float(of_place[token] - of_place[kept].logsumexp(0)), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"top_p": 0.9}, "--keep-sampling-mask records .* --top-k bounds their number"),
-        ({"top_k": 5, "teacher": "x", "teacher_top_k": 4}, "--teacher-top-k compares distributions over the whole vocabulary"),
-    ],
-)
-def test_what_cannot_be_recorded_is_refused(flags, words):
-    with pytest.raises(UserError, match=words):
-        check(parts.make(train_sync.Args, keep_sampling_mask=True, **flags))
 
 
 def test_environments_tokens_have_no_record(models):

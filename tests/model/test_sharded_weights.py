@@ -8,7 +8,6 @@ import pytest
 import tiny_vlm
 import torch
 from helpers import SMALL, run_script
-from nodes import Network, Unavailable
 from safetensors.torch import load_file, save_file
 from test_pretrained import shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -204,32 +203,23 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path):
         assert of["publish"] < sent + under_way * of["bucket"] + 0.3, (rank, everyone)
 
 
-@pytest.fixture
-def network(tmp_path):
-    """Two nodes; tmp_path/own is another directory on each."""
-    (tmp_path / "own").mkdir()
-    try:
-        with Network(2, own=tmp_path / "own") as network:
-            yield network
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_weights_that_are_others_on_the_second_node_are_refused_and_missing_ones_are_named(network, demo_model, tmp_path):
-    copies = [tmp_path / "own" / f"node{number}" / "model" for number in (1, 2)]
+    (own := tmp_path / "own").mkdir()  # a different directory on each node
+    machines = network(2, own=own)
+    copies = [own / f"node{number}" / "model" for number in (1, 2)]
     for copy in copies:
         shutil.copytree(demo_model, copy)
-    file, own = copies[1] / "model.safetensors", tmp_path / "own"
+    file = copies[1] / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     flags = ["train_async.py", "--model", own / "model", "--output-dir", tmp_path / "runs", "--total-training-steps", 1]
     flags += ["--train-files", "demo", "--no-val-before-train", "--generators"]
     nodes = [(2, [*flags, 1]), (1, [*flags, 0])]  # engines want the whole model, where they are
-    (code, console), _ = network.start(nodes).wait(250)
+    (code, console), _ = machines.start(nodes).wait(250)
     assert code == 1 and f"--model {own}/model: model.safetensors on node2 is not the file that node1 has" in console, console
     file.unlink()
-    (code, console), _ = network.start(nodes).wait(250)
+    (code, console), _ = machines.start(nodes).wait(250)
     assert code == 1 and f"--model {own}/model: the weights cannot be read: there is no model.safetensors" in console, console

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from rl.data.args import DataArgs
-from rl.data.image_prompts import ImagePrep, positions
+from rl.data.image_prompts import ImagePrep
 from rl.data.prompts import PromptDataset, PromptOrder
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
@@ -61,22 +61,6 @@ def inputs_of(model, prompt, response=()) -> dict:
         out["mm_token_type_ids"][0, : len(prompt.ids)] = (ids[0, : len(prompt.ids)] == model.config.image_token_id).int()
         out |= {"pixel_values": pixels_of(prompt.images), "image_grid_thw": prompt.images.grid}
     return out
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_are_those_of_transformers(vlms, rows, kind):
-    model = load_weights(vlms[kind], torch.float32)
-    for prompt in dataset(vlms[kind], rows):
-        of = inputs_of(model, prompt, [9, 9, 9])
-        expected, delta = model.model.get_rope_index(
-            of["input_ids"], mm_token_type_ids=of["mm_token_type_ids"], image_grid_thw=of.get("image_grid_thw")
-        )
-        found, following = (prompt.images.positions, prompt.images.next_position) if prompt.images else (None, None)
-        if found is None:
-            found, following = positions(len(prompt.ids), [], [])
-        behind = (following + torch.arange(3)).expand(3, -1)
-        assert torch.equal(torch.cat([found, behind], dim=1), expected[:, 0])
-        assert following == len(prompt.ids) + int(delta)
 
 
 def make_batch(prompts: PromptDataset, special: list[int], n: int = 2) -> Batch:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from helpers import make_group
+from helpers import make_group, with_routes
 from strict_device import StrictDevice, start
 from tiny_vlm import picture, prompt_with_images, prompts_by_number
 from torch.distributed import HashStore
@@ -100,13 +100,6 @@ def with_images(path: str, groups: list[Group], division: Division, ranks: Ranks
     return batch
 
 
-def with_routes(group: Group) -> Group:
-    """Add routes for R3: two layers, two experts per token."""
-    routes = lambda tokens: np.tile(np.array([3, 5], np.uint8), (tokens, 2, 1))  # noqa: E731
-    responses = [dataclasses.replace(r, routes=routes(len(r.token_ids) - 1)) for r in group.responses]
-    return dataclasses.replace(group, responses=responses, prompt_routes=routes(len(group.prompt_ids)))
-
-
 def with_support(group: Group, most: int) -> Group:
     """Add the tokens that could be sampled."""
     record = lambda tokens: np.tile(np.arange(most, dtype=np.int32), (tokens, 1))  # noqa: E731
@@ -139,7 +132,8 @@ def learn(
     division.A_PASS = 0  # tokens
     device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.learner.router_replay == "R3":
-        groups = [with_routes(group) for group in groups]
+        two = np.array([3, 5], np.uint8)  # of each layer's experts
+        groups = [with_routes(group, lambda tokens: np.tile(two, (tokens, 2, 1))) for group in groups]
     if most := sampling_mask.most_tokens(args.sampling):
         groups = [with_support(group, most) for group in groups]
     with StrictDevice():
@@ -283,6 +277,7 @@ def is_refused(act) -> bool:
 
 
 COMPACT = {"optim": "adamw_8bit", "optimizer_offload": True, "gradient_checkpointing": True}
+SPARING = {"param_offload": True, "gradient_checkpointing": True}
 TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "loss_mode": "reinforce"}
 QUICK = ["many ranks", "offload", "compact", "without advantage", "engine", "what an NPU lacks", "what CUDA lacks"]
 CASES = {  # a new kind of model is a line more
@@ -294,7 +289,7 @@ CASES = {  # a new kind of model is a line more
         m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1, waits=6
     ),
     "offload": lambda m: learn(  # in fp32, for which CUDA has no attention over packed rows
-        m["qwen2-untied"], 2, 1, "async", None, "cuda", param_offload=True, use_kl_in_reward=True, gradient_checkpointing=True
+        m["qwen2-untied"], 2, 1, "async", None, "cuda", use_kl_in_reward=True, **SPARING
     ),
     "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", **COMPACT),
@@ -307,23 +302,12 @@ CASES = {  # a new kind of model is a line more
     "what an NPU lacks": lambda m: lacks("npu"),
     "what CUDA lacks": lambda m: lacks("cuda"),
     "experts, replayed": lambda m: learn(
-        m["moe"],
-        1,
-        0,
-        "async",
-        None,
-        "cuda",
-        dtype="bfloat16",
-        router_replay="R3",
-        param_offload=True,
-        gradient_checkpointing=True,
+        m["moe"], 1, 0, "async", None, "cuda", dtype="bfloat16", router_replay="R3", **SPARING
     ),
     "shared experts and sequences": lambda m: learn(
         m["moe"], 4, 3, "one step off", expert_parallel=4, sequence_parallel=2, router_replay="R3", dtype="bfloat16"
     ),
-    "images, windows": lambda m: learn(
-        m["qwen2.5-vl"], 2, 1, images=True, prompts=3, dtype="bfloat16", gradient_checkpointing=True, param_offload=True
-    ),
+    "images, windows": lambda m: learn(m["qwen2.5-vl"], 2, 1, images=True, prompts=3, dtype="bfloat16", **SPARING),
     "images, a frozen tower": lambda m: learn(m["qwen3-vl"], 1, images=True, freeze_vision_tower=True),
     "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
     "images, shared sequences": lambda m: learn(

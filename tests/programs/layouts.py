@@ -10,7 +10,6 @@ Prompts are random, or those of the file, which may have images: the first row's
 passes forward alone, however few tokens that are. In cases that begin with "turns" some tokens are an environment's.
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "model"))
 import packed_kernels as kernels
-from helpers import make_group, whole
+from helpers import make_group, whole, with_routes
 from test_vision import dataset
 
 import train_sync
@@ -51,7 +50,7 @@ def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division,
         score = 0.3 if t in what["equal"] else None
         groups.append(make_group(t, n, prompt=int(rng.integers(1, 13)), rng=rng, score=score, masked=what["masked"]))
     if rows is None:
-        return Batch.of(with_routes(model, groups) if routes else groups, division)
+        return Batch.of(routed(model, groups) if routes else groups, division)
     prompts = dataset(model, rows)
     for ticket, (group, prompt) in enumerate(zip(groups, prompts, strict=False)):
         digest = prompt.images.digest if prompt.images else ""
@@ -61,20 +60,13 @@ def batch_of(model: str, sizes: list[list[int]], what: dict, division: Division,
     return batch
 
 
-def with_routes(model: str, groups: list[Group]) -> list[Group]:
+def routed(model: str, groups: list[Group]) -> list[Group]:
     """Add routes as if a generator had sent each token to random experts."""
     config, rng = load_config(model), np.random.default_rng(1)
     layers = config.num_hidden_layers - len(getattr(config, "mlp_only_layers", None) or ())
     experts, per_token = config.num_experts, config.num_experts_per_tok
     draw = lambda n: rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (n, layers, 1)), axis=2)[..., :per_token]  # noqa: E731
-    return [
-        dataclasses.replace(
-            group,
-            prompt_routes=draw(len(group.prompt_ids)),
-            responses=[dataclasses.replace(r, routes=draw(len(r.token_ids) - 1)) for r in group.responses],
-        )
-        for group in groups
-    ]
+    return [with_routes(group, draw) for group in groups]
 
 
 def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) -> dict:

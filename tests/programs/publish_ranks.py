@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import torch
+from helpers import drain, response_of
 
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
@@ -20,7 +21,7 @@ from rl.ranks import process
 from rl.ranks.dist import all_gather_values
 from rl.ranks.shards import local
 from rl.samples.channel import ControlBlock, Inbox, Outbox
-from rl.samples.group import Group, Response
+from rl.samples.group import Group
 from rl.split import Split, init_split
 from rl.weights.publisher import Publisher
 from rl.weights.subscriber import Subscriber
@@ -73,15 +74,8 @@ def generate(split: Split) -> None:
     for version in range(VERSIONS):
         board.wait_for(version)
         subscriber.receive(version)
-        for i in range(4):
-            engine.add(Request(i, prompt, sampling, seed=100 * version + i))
-        outputs = []
-        while engine.num_unfinished:
-            outputs += engine.step()
-        responses = [
-            Response(np.array(o.token_ids), np.array(o.log_probs), np.array(o.versions), o.finish_reason) for o in outputs
-        ]
-        outbox.send_group(Group(version, np.array(prompt), "demo", responses))
+        outputs = drain(engine, [Request(i, prompt, sampling, seed=100 * version + i) for i in range(4)])
+        outbox.send_group(Group(version, np.array(prompt, np.int32), "demo", [*map(response_of, outputs.values())]))
 
 
 process.run(lambda split: (learn if split.role == "learner" else generate)(split), join=lambda: init_split(1))

@@ -6,13 +6,14 @@ python repetition_penalty.py OUT
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from helpers import save_model
+from helpers import drain, response_of, save_model
 from transformers import AutoModelForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -32,20 +33,14 @@ PROMPTS = [[3, 4, 5], [6, 7], [20, 21, 22, 23]]
 def sampled(path: str) -> list[Group]:
     """Three groups of three responses. The tokens of one are partly masked, as those of an environment."""
     engine = TransformersEngine(path, max_length=64, end_tokens={1})
+    engine.version = 0
     sampling = SamplingParams(TEMPERATURE, max_tokens=20, repetition_penalty=PENALTY)
-    for i, prompt in enumerate(PROMPTS):
-        for j in range(3):
-            engine.add(Request((i, j), prompt, sampling, seed=10 * i + j))
-    outputs = {}
-    while engine.num_unfinished:
-        outputs |= {output.id: output for output in engine.step()}
+    requests = [Request((i, j), prompt, sampling, 10 * i + j) for i, prompt in enumerate(PROMPTS) for j in range(3)]
+    outputs = drain(engine, requests)
 
     def response(i: int, j: int) -> Response:
-        o = outputs[i, j]
-        n = len(o.token_ids)
-        mask = np.arange(n) % 3 > 0 if j == 2 else None
-        arrays = np.array(o.token_ids, np.int32), np.array(o.log_probs, np.float32), np.zeros(n, np.int32)
-        return Response(*arrays, o.finish_reason, score=float(j), mask=mask)
+        made = response_of(outputs[i, j])
+        return replace(made, score=float(j), mask=np.arange(len(made.token_ids)) % 3 > 0 if j == 2 else None)
 
     return [Group(i, np.array(p, np.int32), "", [response(i, j) for j in range(3)]) for i, p in enumerate(PROMPTS)]
 

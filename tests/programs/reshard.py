@@ -6,10 +6,9 @@ torchrun ... reshard.py MODEL FLAGS(JSON) FROM|- OUT    OUT/step_000001 and OUT/
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from helpers import whole
+from helpers import save_once, whole
 from safetensors.torch import save_file
 
 import train_sync
@@ -32,13 +31,10 @@ def main(ranks) -> None:
     else:
         resume.load_tensors(Path(came_from), learner.state_tensors())
     state = {name: whole(tensor) for name, tensor in learner.state_tensors().items()}
-    run = SimpleNamespace(dir=out, total_steps=9, say=print)
     args = train_sync.Args()
     args.trust_remote_code = False  # another part of a script's flags
-    writer = saver.Saver(args, run, SimpleNamespace(record={}), learner, SimpleNamespace(save_pretrained=print), None)
-    writer.save(1, {})
-    writer.wait()
-    assert not writer.error, writer.error
+    error = save_once(learner, out, args, saver.Saver).error
+    assert not error, error
     if ranks.is_main:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, out / "tensors.safetensors")
 

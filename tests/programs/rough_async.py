@@ -2,7 +2,7 @@
 
 slow: both roles take their time, and the first batch is not trained before all that may start has started, so that some of it
 gets old; slow-decoding: the generators take more of it, and once wait amid responses for the publish. learner, generator: that
-role raises after some steps; killed-...: it is killed; hung-learner: it trains no more.
+role raises after some steps; killed-...: it is killed.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 import train_async
 from rl import flags
 from rl.generation.generator import Generator
-from rl.ranks import process, watchdog
+from rl.ranks import process
 from rl.samples.channel import ControlBlock
 from rl.samples.tickets import started
 from rl.split import init_split
@@ -30,9 +30,6 @@ def strike(who: str, after: int) -> None:
         print("struck", flush=True)
         if how.startswith("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if how.startswith("hung"):
-            watchdog._watchdog.timeout = 3  # only now: nothing before may depend on how busy the machine is
-            time.sleep(1e6)
         raise RuntimeError(f"the {who} has had enough")
 
 

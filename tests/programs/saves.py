@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import safetensors.torch
+from helpers import save_once
 
 import train_sync
 from rl.checkpoint import saver
@@ -40,14 +40,9 @@ def main(ranks: dist.Ranks) -> None:
     if sys.argv[3] == "short" and not ranks.is_main:
         host.available_memory = lambda: 0
     model, out = sys.argv[1], Path(sys.argv[2])
-    run = SimpleNamespace(dir=out / "run", total_steps=9, say=print if ranks.is_main else lambda _: None)
     learner = Learner(model, LearnerArgs(), ranks, total_steps=10)
-    tokenizer = SimpleNamespace(save_pretrained=print)
-    writer = Troubled(train_sync.Args(), run, SimpleNamespace(record={}), learner, tokenizer, None)
-    for step in (1, 2):
-        writer.save(step, {})
-    writer.wait()
-    print(f"rank {ranks.rank} continued: {writer.error}")
+    say = print if ranks.is_main else lambda _: None
+    print(f"rank {ranks.rank} continued: {save_once(learner, out / 'run', train_sync.Args(), Troubled, (1, 2), say).error}")
 
 
 if __name__ == "__main__":

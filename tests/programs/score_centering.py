@@ -6,13 +6,14 @@ python score_centering.py OUT
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from helpers import save_model
+from helpers import drain, response_of, save_model
 from transformers import AutoModelForCausalLM
 
 import train_sync
@@ -33,18 +34,12 @@ FLAGS |= {"score_centering": True, "loss_agg_mode": "token-sum", "train_batch_si
 def sampled(path: str, args: train_sync.Args) -> list[Group]:
     """Three groups of three responses, whose scores differ."""
     engine = TransformersEngine(path, max_length=64, end_tokens={1})
-    prompts = [[3, 4, 5], [6, 7], [20, 21, 22, 23]]
-    for i, prompt in enumerate(prompts):
-        for j in range(3):
-            engine.add(Request((i, j), prompt, args.sampling.training, seed=10 * i + j))
-    outputs = {}
-    while engine.num_unfinished:
-        outputs |= {output.id: output for output in engine.step()}
+    engine.version = 0
+    prompts, sampling = [[3, 4, 5], [6, 7], [20, 21, 22, 23]], args.sampling.training
+    outputs = drain(engine, [Request((i, j), prompts[i], sampling, 10 * i + j) for i in range(3) for j in range(3)])
 
     def response(i: int, j: int) -> Response:
-        o = outputs[i, j]
-        arrays = np.array(o.token_ids, np.int32), np.array(o.log_probs, np.float32), np.zeros(len(o.token_ids), np.int32)
-        return Response(*arrays, o.finish_reason, score=float(j), support=o.support)
+        return replace(response_of(outputs[i, j]), score=float(j), support=outputs[i, j].support)
 
     return [Group(i, np.array(p, np.int32), "", [response(i, j) for j in range(3)]) for i, p in enumerate(prompts)]
 

@@ -109,17 +109,10 @@ def test_the_measurements_for_a_device_run_at_toy_size(tmp_path):
     assert table in done.stdout and all(f"| {name} | ok |" in table for name in STEPS.values())
 
 
-@pytest.fixture
-def of_device(monkeypatch):
-    """The modules of benchmarks/device that run its steps, and that list them."""
+def test_the_scripts_know_the_flags_of_each_run_for_a_device(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from device import drive, steps
+    from device import steps
 
-    return drive, steps
-
-
-def test_the_scripts_know_the_flags_of_each_run_for_a_device(of_device, tmp_path, capsys):
-    _, steps = of_device
     plan = steps.Plan(tmp_path, tmp_path, toy=False)
     runs = [step for part in (1, 2, 3) for _, its in plan.part(part) for step in its if step.run]
     assert len({step.name for step in runs}) == len({step.run for step in runs}) == len(runs) > 20

@@ -1,9 +1,7 @@
-"""Validations: each is recorded once, at the step of its weights, and `best` links the best saved step."""
+"""Validations: each is recorded once, at the step of its weights."""
 
-import errno
 import json
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ from safetensors.torch import load_file
 
 import train_async
 import train_sync
-from rl.checkpoint.best import Best
 from rl.parts import make
 from rl.record import validations
 from rl.record.run import Origin, Run, plot_reward
@@ -193,64 +190,6 @@ def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, don
     run = SimpleNamespace(args=args, job=SimpleNamespace(total_steps=12), done=done)
     run._saves_after = lambda step: SplitRun._saves_after(run, step)
     assert SplitRun._awaited_validation(run, step) == awaited
-
-
-# -------------------------------------------------------------------------------------------------------------- best
-
-
-def save(run: Path, *steps: int) -> None:
-    for step in steps:
-        (training := run / f"step_{step:06d}" / "training").mkdir(parents=True)
-        for file in (training / "state.json", training.parent / "model.safetensors"):
-            file.write_text(f"{step}")
-
-
-def record(run: Path, scores: dict[int, float]) -> None:
-    lines = [{"step": step, ACCURACY: score} for step, score in scores.items()]
-    (run / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def kept(run: Path) -> tuple[int, float]:
-    found = json.loads((run / "best" / "best.json").read_text())
-    assert found.keys() == {"step", "score"}
-    assert (run / "best" / "model.safetensors").read_text() == f"{found['step']}"
-    return found["step"], found["score"]
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_scores_come_back_from_the_record(tmp_path, copied):
-    """One validation may not choose. In a copy of a run `best` may be a directory."""
-    save(tmp_path, 2, 4, 6)
-    lines = [{"step": 2, ACCURACY: 0.2}, {"step": 4, ACCURACY: 0.6}, {"step": 6, ACCURACY: 0.9, "chooses_best": False}]
-    (tmp_path / "validations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    Best(tmp_path, True).update()
-    assert kept(tmp_path) == (4, 0.6)
-    if copied:
-        (tmp_path / "best").unlink()
-        shutil.copytree(tmp_path / "step_000004", tmp_path / "best")
-    Best(tmp_path, True).update()
-    assert kept(tmp_path) == (4, 0.6) and (tmp_path / "best").is_symlink()
-
-
-def test_a_full_disk_is_reported_and_tried_again(tmp_path, monkeypatch, capfd):
-    save(tmp_path, 2, 4)
-    best = Best(tmp_path, True)
-    record(tmp_path, {2: 0.1})
-    best.update()
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "symlink_to", full)
-        record(tmp_path, {2: 0.1, 4: 0.9})
-        best.update()
-        best.update()
-    said = capfd.readouterr().err
-    assert said.count("could not be written: [Errno 28] No space left on device") == 2, said
-    assert kept(tmp_path) == (2, 0.1), "the one before stays"
-    best.update()
-    assert kept(tmp_path) == (4, 0.9) and not capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------------- runs

@@ -62,26 +62,13 @@ def test_a_validation_stands_at_its_own_step(tmp_path):
     assert log.points(ACCURACY, "seconds")[0, 0] == 8, "known when it came in"
 
 
-def test_a_pause_between_attempts_is_no_time_of_training(tmp_path):
-    """A step takes two seconds. Ten steps, a pause of 848 s, ten more: 40 s of training."""
-    data = rows(20, **{"perf/total_num_tokens": 100.0})
-    for row in data[10:]:
-        row["time"] += 848
-    log = load(write(tmp_path / "a", data))
-    assert log.seconds == 40 and log.tokens_per_second == 20 * 100 / 40
-    assert log.points("critic/score/mean", "seconds")[:, 0].tolist() == [2.0 * i for i in range(1, 21)]
-    assert log.notes == ["2 attempts: the 848 seconds between them are not counted"]
-    whole = load(write(tmp_path / "b", rows(20), seed=1))
-    page = said(tmp_path / "out", tmp_path / "a", tmp_path / "b", smooth=1, speedup="train_sync")
-    assert "| train_sync | 2 | 20 | 40 |" in page and whole.notes == []
-
-
 def changed(data: list[dict], step: int, seconds: float) -> list[dict]:
     """Rows whose clock jumps before this step."""
     return [row | {"time": row["time"] + seconds * (row["step"] >= step)} for row in data]
 
 
 CLOCKS = {  # rows of steps of 2 s -> seconds of training, starts, a note
+    "a pause": (changed(rows(8), 5, 848), (16, {1, 5}, "2 attempts: the 848 seconds between them are not counted")),
     "a crash after step 6, resumed from 5, whose start-up takes 5 s": (
         rows(6) + [row | {"timing_s/step": 7.0 if row["step"] == 5 else 2.0} for row in changed(rows(8)[4:], 5, 100)],
         (4 * 2 + 7 + 3 * 2, {1, 5}, "2 attempts: the 95 seconds between them are not counted"),
@@ -94,8 +81,13 @@ CLOCKS = {  # rows of steps of 2 s -> seconds of training, starts, a note
 @pytest.mark.parametrize("case", CLOCKS)
 def test_time_between_attempts_does_not_count_and_lost_lines_do(case, tmp_path):
     data, (seconds, starts, note) = CLOCKS[case]
+    for row in data:
+        row["perf/total_num_tokens"] = 100.0
     log = load(write(tmp_path / "a", data))
-    assert (log.seconds, log.starts) == (seconds, starts) and (note is None or note in log.notes)
+    assert (log.seconds, log.starts) == (seconds, starts) and log.notes[-1:] == ([note] if note else [])
+    assert log.tokens_per_second == log.steps * 100 / seconds or case == "a line is missing"
+    assert log.points("critic/score/mean", "seconds")[-1, 0] == seconds
+    assert f"| train_sync | 1 | 8 | {seconds} |" in said(tmp_path / "out", tmp_path / "a", smooth=1)
 
 
 def test_groups_differ_in_more_than_the_seed(tmp_path):

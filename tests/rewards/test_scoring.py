@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, cpu_limit, train
+from helpers import ROOT, cpu_limit, eventually, train
 
 from rl.errors import UserError
 from rl.ranges import check
@@ -109,20 +109,8 @@ def drain(pool: ScoringPool, left: int = 0) -> dict:
     return dict(results)
 
 
-def word_in(file: Path) -> str:
-    """Wait until the file has a word and the character that ends it."""
-    deadline = time.monotonic() + 120
-    while not file.exists() or not (text := file.read_text()).endswith(" "):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return text
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text():
-        assert time.monotonic() < deadline, f"process {pid} lives on"
-        time.sleep(0.05)
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------- values
@@ -235,25 +223,18 @@ def test_scoring_continues_while_the_rank_does_not_look(mine, tmp_path):
         pool.submit(0, "any", "fine", "0", {"text": "x" * 4_000_000})
         for number in range(1, 200):
             pool.submit(number, "any", "fine" if number < 199 else "touch", str(number), {"text": "x" * 10_000})
-        deadline = time.monotonic() + 120
-        square = torch.eye(300)
-        while not (tmp_path / "touched").exists():
-            square = square @ square
-            assert time.monotonic() < deadline
+        square = torch.eye(300)  # the rank computes meanwhile
+        assert eventually(lambda: (square @ square).any() and (tmp_path / "touched").exists(), 120)
         assert {key: score.score for key, score in drain(pool).items()} == {number: number for number in range(200)}
         for number in range(200):
             pool.submit(number, "any", "hang", "1", {"text": "x" * 10_000})
             assert pool.poll() == []
 
 
-def test_a_function_may_start_processes_and_name_the_prompt(mine, tmp_path):
+def test_a_function_may_start_processes(mine):
     with make_pool(f"{mine}score") as pool:
         submit(pool, "processes")
         assert drain(pool)[0].score == 6
-    (tmp_path / "prompt.py").write_text("def score(solution_str, prompt, **_): return len(prompt)\n")
-    with make_pool(f"{tmp_path / 'prompt.py'}:score") as pool:
-        pool.submit(0, "any", "x", "1", None, prompt=[{"role": "user", "content": "?"}])
-        assert drain(pool)[0].score == 1
 
 
 SEVERAL = """
@@ -262,9 +243,9 @@ import asyncio
 def right(data_source, solution_str, ground_truth, extra_info):
     return {"score": float(solution_str == ground_truth), "acc": float(solution_str == ground_truth)}
 
-async def short(solution_str, step, split, **_):
+async def short(solution_str, prompt, step, split, **_):
     await asyncio.sleep(0.01)
-    return -len(solution_str) * step * (split == "train")
+    return -len(solution_str) * len(prompt) * step * (split == "train")
 
 def nothing(**_):
     return None
@@ -276,7 +257,7 @@ def test_several_functions_are_added_up_and_each_is_a_metric(tmp_path):
     spec = f"{tmp_path / 'several.py'}:right,short"
     for weights, score in (((), 1 - 4), ((2.0, 0.5), 2 - 2)):
         with ScoringPool(RewardArgs(reward=spec, reward_weights=weights)) as pool:
-            pool.submit(0, "any", "12", "12", None, prompt="?", step=2, split="train")
+            pool.submit(0, "any", "12", "12", None, prompt=[{"role": "user", "content": "?"}], step=2, split="train")
             assert drain(pool)[0] == Score(float(score), {"right": 1.0, "acc": 1.0, "short": -4.0})
             pool.submit(1, "any", "12", "12", None, prompt="?", step=2, split="val")
             assert drain(pool)[1].extra["short"] == 0
@@ -380,8 +361,10 @@ while not Path({str(tmp_path / "forked")!r}).exists(): time.sleep(0.01)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == expected, done.stderr
-    wait_until_gone(int(done.stdout))
-    wait_until_gone(int(word_in(tmp_path / "forked")))
+    assert eventually(lambda: is_gone(int(done.stdout)))
+    forked = tmp_path / "forked"
+    assert eventually(lambda: forked.exists() and forked.read_text().endswith(" "))
+    assert eventually(lambda: is_gone(int(forked.read_text())))
 
 
 # --------------------------------------------------------------------------------------- what a function sees and prints

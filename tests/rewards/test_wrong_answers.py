@@ -44,9 +44,10 @@ def paid_texts(count: int, seed: int) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def test_none_of_thousands_of_wrong_answers_is_paid():
-    with cpu_limit(60):
-        assert paid_texts(2000, seed=11) == []
+@pytest.mark.parametrize(("count", "seed"), [(2000, 11), pytest.param(40_000, 12, marks=pytest.mark.slow)])
+def test_none_of_thousands_of_wrong_answers_is_paid(count, seed):
+    with cpu_limit(60 * count / 2000):
+        assert paid_texts(count, seed) == []
 
 
 @pytest.mark.slow
@@ -143,19 +144,13 @@ def test_an_answer_that_cannot_be_decided_is_counted(text, truth, undecided):
 AROUND = [line.split("\t") for line in (ROOT / "tests" / "fixtures" / "around_a_box.tsv").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("text", [text for kind, text in AROUND if kind == "other"])
-def test_what_touches_a_box_is_part_of_the_answer(text):
-    assert math_verify("", text, "7") == {"score": 0, "acc": 0, "undecided": 1}
+BRACKETS = [r"(\boxed{1}, \boxed{2})", r"[\boxed{1,2}]", r"\{\boxed{1}, \boxed{2}\}"]
 
 
-@pytest.mark.parametrize("text", [text.replace("<newline>", "\n") for kind, text in AROUND if kind == "prose"])
-def test_prose_around_a_box_is_none(text):
-    assert math_verify("", text, "7")["acc"] == 1
-
-
-@pytest.mark.parametrize("text", [r"(\boxed{1}, \boxed{2})", r"[\boxed{1,2}]", r"\{\boxed{1}, \boxed{2}\}"])
-def test_brackets_around_boxes_are_part_of_the_answer(text):
-    assert math_verify("", text, "1,2")["undecided"] == 1
+@pytest.mark.parametrize(("kind", "text"), [*AROUND, *(("brackets", text) for text in BRACKETS)])
+def test_what_touches_a_box_is_part_of_the_answer_and_prose_is_not(kind, text):
+    value = math_verify("", text.replace("<newline>", "\n"), "1,2" if kind == "brackets" else "7")
+    assert (value["acc"], value["undecided"]) == ((1, 0) if kind == "prose" else (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +165,3 @@ def test_a_response_without_an_answer_is_decided():
     for grader in (gsm8k, math_verify, math_dapo, geo3k):
         value = grader("", "I do not know.", "7")
         assert value["acc"] == value["undecided"] == 0
-
-
-@pytest.mark.slow
-def test_none_of_40_000_wrong_answers_is_paid():
-    assert paid_texts(40_000, seed=12) == []

@@ -1,11 +1,11 @@
 """A replay trains on recorded samples: with the same flags it gives the same bits, and it keeps its other promises."""
 
-import json
 import re
 import shutil
 import sys
 from pathlib import Path
 
+import checkpoints
 import numpy as np
 import pytest
 from helpers import ROOT, is_documented, run_script
@@ -23,7 +23,6 @@ STREAM = ["--ppo-mini-batch-size", 4, "--rollout-n", 4]
 # two mini-batches, two epochs, a KL, several micro-batches: whatever a step carries to the next
 EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward"]
 EVERYTHING += ["--max-tokens-per-micro-batch", 120, "--entropy-coeff", 0.01]
-MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer", "fully_async/rollouter")
 
 
 def record(script, out: Path, *flags, **how) -> Path:
@@ -40,8 +39,7 @@ def replayed(where: Path, out: Path, *flags, **how) -> tuple[Path, str]:
 
 
 def rows(run: Path) -> dict[int, dict]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: {name: x for name, x in line.items() if not name.startswith(MEASURED)} for line in lines}
+    return {row["step"]: row for row in checkpoints.rows(run)}
 
 
 def bits(run: Path, step: int) -> dict[str, bytes]:
@@ -190,19 +188,13 @@ def test_what_cannot_be_replayed_is_one_message(sync, words, monkeypatch):
         replay.read([str(sync) if word == "RUN" else word for word in words.split()])
 
 
-def test_a_record_that_begins_late_needs_its_checkpoint(tmp_path):
-    class Late:
-        directory, steps = Path("record"), [5, 6, 7]
-
-    with pytest.raises(UserError, match=r"record has the steps from 5 on, and .* has no checkpoint of step 4 or later"):
-        replay.begin(Late, tmp_path, 6)
-
-
 @pytest.mark.parametrize(("saved", "first"), [((4,), 5), ((3, 6), 7), ((2, 4, 9), 5)])
 def test_what_is_replayed_first_is_the_earliest_step_after_a_checkpoint(tmp_path, saved, first):
     class Recent:
         directory, steps = tmp_path / "samples", [2, 5, 6, 7, 10, 11]
 
+    with pytest.raises(UserError, match=r"samples has the steps from 5 on, and .* has no checkpoint of step 4 or later"):
+        replay.begin(Recent, tmp_path, 6)
     for step in saved:
         (tmp_path / f"step_{step:06d}" / "training").mkdir(parents=True)
         (tmp_path / f"step_{step:06d}" / "training" / "state.json").write_text("{}")

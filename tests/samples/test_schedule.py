@@ -44,13 +44,6 @@ def test_the_quota_is_verls(threshold, period):
         assert args.quota(version) - args.quota(version - 1) == a_period - in_flight
 
 
-def test_sync_and_one_step_off_are_settings_of_it():
-    on_policy, one_off = AsyncSchedule(staleness_threshold=0), AsyncSchedule(staleness_threshold=1)
-    for version in range(5):
-        assert on_policy.quota(version) == 8 * (version + 1), "batch v is made by version v alone"
-        assert one_off.quota(version) == 8 * (version + 2), "and with it the batch after"
-
-
 def take_one(tickets: Tickets, version: int, dropped: int = 0) -> int | None:
     """Return the next ticket if it may start under the weights of this version, the newest."""
     return next(iter(tickets.take(1, 0, version, State(version=version, dropped=dropped))), None)
@@ -73,15 +66,6 @@ def test_a_ticket_that_may_not_start_is_kept_and_dropped_ones_make_room():
     last = [take_one(tickets, 9, 1) for _ in range(3)]
     assert last == [4, 5, None], "5 will be trained and 1 was dropped: no more than 6 start"
     assert started(store) == 6
-
-
-def test_two_generators_share_the_tickets():
-    store, args = HashStore(), AsyncSchedule(ppo_mini_batch_size=4, staleness_threshold=0)
-    open_tickets(store)
-    a, b = Tickets(store, args, 8), Tickets(store, args, 8)
-    assert [take_one(generator, 0) for generator in (a, b, b, a)] == [0, 1, 2, 3]
-    assert take_one(a, 0) is None and take_one(b, 0) is None
-    assert sorted(take_one(generator, 1) for generator in (a, a, b, a)) == [4, 5, 6, 7]
 
 
 def test_no_generator_takes_what_is_the_others_share():

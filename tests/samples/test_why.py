@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import run_script
-from trainer import Trainer
 
 import train_sync
 import why
@@ -16,11 +15,6 @@ from rl import parts
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.ranks.timers import Timers
-
-
-@pytest.fixture(scope="module")
-def trainer(demo_model, ranks):
-    return Trainer(demo_model, ranks)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ $RL_ADAPTERS/{verifiers,verifiers-old,inspect}. Where there is none, the test sk
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, free_port, run_killed, train
+from helpers import ROOT, bits, free_port, of_adapter, run_killed, train
 
 pytestmark = pytest.mark.runs
 
@@ -74,9 +73,7 @@ MODES = {"sync": [], "async": ["--staleness-threshold", "0"]}
 @pytest.mark.parametrize("package", WORKERS)
 def test_a_worker_trains_the_bits_of_a_run_without_it(package, mode, demo_model, tmp_path, monkeypatch):
     """The package's score is the reward, the tokens are the model's, and the demo is right in part of its answers."""
-    python = Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / package / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{package} has no environment: make $RL_ADAPTERS/{package} as examples/environments says")
+    python = of_adapter(package)
     rows = [{"prompt": [{"role": "user", "content": f"{n}+{n + 1}="}], "ground_truth": str(2 * n + 1)} for n in range(10, 40)]
     numbers = [{"data_source": "sums", "task": n, "sample": n} for n in range(30)]
     for name, its in {"rows": [{"data_source": "sums"} | row for row in rows], "tasks": numbers}.items():

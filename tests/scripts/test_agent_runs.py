@@ -1,16 +1,14 @@
 """Responses of several turns in whole runs: the bits that are promised, and a resume in the middle of a tool."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, bits, fates, free_port, left_over, run_script, start, train, undocumented
+from helpers import ROOT, bits, eventually, fates, free_port, left_over, of_adapter, run_script, start, train, undocumented
 
 pytestmark = pytest.mark.runs
 
@@ -113,29 +111,6 @@ def served(monkeypatch) -> Iterator[list[str]]:
             worker.kill()
 
 
-@pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
-def test_workers_train_the_bits_of_an_environment_and_so_does_an_agent(served, script, tmp_path):
-    """Fewer workers than responses to a prompt; they play the validation, too, and hear of the end. The agent in async at
-    staleness 0; test_round_trips.py has sync, async and replay of the environment."""
-    flags = [*SHORT[:2], "--total-training-steps", "3", "--lr", "1e-3", "--test-freq", "3", "--val-max-samples", "8"]
-    flags += ["--no-val-before-train", "--rollout-n", "4"]
-    how, others = {}, {"served": served}
-    if script == "train_async.py":
-        flags, how, others = [*flags, "--staleness-threshold", "0"], {"ranks": 2}, others | {"agent": AGENT}
-    expected, env, _ = train(script, *CALCULATOR, *flags, out=tmp_path / "env", **how)
-    assert sum(expected[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
-    for name, episodes in others.items():
-        words = [*CALCULATOR[:2], *episodes, *CALCULATOR[4:]]
-        found, run, done = train(script, *words, *flags, out=tmp_path / name, **how)
-        assert bits(env) == bits(run)
-        for metric in ("critic/score/mean", "response_length/mean", "reward/extra/turns/mean", "reward/extra/tool_calls/mean"):
-            assert [found[step][metric] for step in (1, 2, 3)] == [expected[step][metric] for step in (1, 2, 3)]
-        metric = "val-core/demo/acc/mean@1"
-        assert found[3][metric] == expected[3][metric]
-        said = f"episodes for workers: http://127.0.0.1:{served[1]}/v1/episodes/next"
-        assert (said in done.stdout) == (name == "served")
-
-
 def test_calls_at_once_train_the_same_bits_in_any_order(file, tmp_path):
     flags = [*CALCULATOR[:2], *forking(file, AT_ONCE), "--max-response-length", "96", *SHORT, "--rollout-n", "4"]
     flags += ["--total-training-steps", "2", "--lr", "1e-3"]
@@ -145,27 +120,32 @@ def test_calls_at_once_train_the_same_bits_in_any_order(file, tmp_path):
 
 def of_sdk() -> list[str]:
     """The flag of an agent of OpenAI's SDK, which is in an environment of its own: see examples/openai_agent.py."""
-    python = Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / "openai-agents" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no environment with openai-agents: python -m venv $RL_ADAPTERS/openai-agents, and install it there")
-    return ["--agent", f"{python} {ROOT / 'examples' / 'openai_agent.py'}"]
+    return ["--agent", f"{of_adapter('openai-agents')} {ROOT / 'examples' / 'openai_agent.py'}"]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
-def test_the_default_model_of_openai_s_sdk_trains_the_bits_of_an_environment(script, tmp_path):
-    """The Responses API, with a tool."""
-    sdk = of_sdk()
-    flags = ["--train-batch-size", "2", "--rollout-n", "4", "--total-training-steps", "3", "--lr", "1e-3", "--test-freq", "0"]
+@pytest.mark.parametrize("kind", ["served", "agent", "sdk"])
+def test_agents_train_the_bits_of_an_environment(kind, script, request, tmp_path):
+    """Workers, fewer than responses to a prompt: they play the validation, too, and hear of the end. An agent, and OpenAI's
+    SDK with its default model: the Responses API, with a tool. test_round_trips.py compares the environment in each mode."""
+    own = request.getfixturevalue("served") if kind == "served" else AGENT if kind == "agent" else of_sdk()
+    flags = ["--train-batch-size", "2" if kind == "sdk" else "4", "--rollout-n", "4", "--total-training-steps", "3"]
+    flags += ["--lr", "1e-3", "--test-freq", "3", "--val-max-samples", "8", "--no-val-before-train"]
     how = {}
     if script == "train_async.py":
         flags, how = [*flags, "--staleness-threshold", "0"], {"ranks": 2}
     expected, env, _ = train(script, *CALCULATOR, *flags, out=tmp_path / "env", **how)
-    found, run, _ = train(script, *CALCULATOR[:2], *sdk, *CALCULATOR[4:], *flags, out=tmp_path / "sdk", timeout=800, **how)
+    assert sum(expected[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
+    words = [*CALCULATOR[:2], *own, *CALCULATOR[4:]]
+    found, run, done = train(script, *words, *flags, out=tmp_path / kind, timeout=800, **how)
     assert bits(env) == bits(run)
-    for metric in ("critic/score/mean", "response_length/mean", "reward/extra/tool_calls/mean", "reward/extra/forks/mean"):
-        assert [found[step][metric] for step in (1, 2, 3)] == [expected[step].get(metric, 0.0) for step in (1, 2, 3)]
-    assert sum(found[step]["reward/extra/tool_calls/mean"] for step in (1, 2, 3)) > 0
+    same = ["critic/score/mean", "response_length/mean", *(f"reward/extra/{name}/mean" for name in ("turns", "tool_calls"))]
+    for step in (1, 2, 3):
+        assert [found[step][name] for name in same] == [expected[step][name] for name in same]
+        assert found[step]["reward/extra/forks/mean"] == 0
+    assert found[3]["val-core/demo/acc/mean@1"] == expected[3]["val-core/demo/acc/mean@1"]
+    assert ("episodes for workers: http://127.0.0.1:" in done.stdout) == (kind == "served")
 
 
 @pytest.mark.timeout(900)
@@ -182,15 +162,11 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     flags += ["--rollout-n", "4"]
     flags += ["--experiment-name", "run", "--output-dir", tmp_path, "--staleness-threshold", "1"]
     job, mark = start("train_async.py", *flags, "--total-training-steps", "400", ranks=2)
-    until = time.monotonic() + 300
-    while not any(path.name >= "step_000003" for path in tmp_path.glob("run/step_*")) and time.monotonic() < until:
-        time.sleep(0.1)
+    assert eventually(lambda: any(path.name >= "step_000003" for path in tmp_path.glob("run/step_*")), 300)
     job.send_signal(signal.SIGKILL)
     job.wait()
     job.stdout.close()
-    while left_over(mark) and time.monotonic() < until + 60:
-        time.sleep(0.1)
-    assert not left_over(mark)
+    assert eventually(lambda: not left_over(mark))
     step = max(int(path.name[5:]) for path in tmp_path.glob("run/step_*") if (path / "config.json").exists())
     done = run_script("train_async.py", *flags, "--total-training-steps", step + 3, ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -31,22 +31,8 @@ WORK = {"rollout_n", "val_n", "train_batch_size", "ppo_mini_batch_size", "ppo_ep
 WORK |= {"max_num_gen_batches", "reward_workers", "total_rollout_steps"}
 # Not drawn: where things are read and written, vLLM (an engine of its own) and a service on the network.
 APART = {"model", "teacher", "train_files", "val_files", "output_dir", "engine", "logger", "train_max_samples"}
-JUNK = [
-    "",
-    "x",
-    "None",
-    "nan",
-    "-1",
-    "0",
-    "0.5_2",
-    "2_0.5",
-    "1,2",
-    "token_k1",
-    "seq_mean_k3,token_k1",
-    "1e999",
-    "\u2603",
-    "a/../b",
-]
+JUNK = ["", "x", "None", "nan", "-1", "0", "0.5_2", "2_0.5", "1,2", "1e999", "\u2603", "a/../b"]
+JUNK += ["token_k1", "seq_mean_k3,token_k1"]
 
 
 def edges(limits: Range, kind: type) -> list[float]:

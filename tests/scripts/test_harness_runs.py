@@ -7,13 +7,11 @@ Where there is none, the test skips.
 """
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import pytest
 from families import tokenizer_of
-from helpers import train
+from helpers import of_adapter, train
 
 pytestmark = pytest.mark.runs
 CALL = '\n{{"name": "bash", "arguments": {{"command": "{}"}}}}\n'
@@ -66,9 +64,7 @@ def model(tmp_path_factory) -> str:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", ["train_sync.py", "train_async.py"])
 def test_mini_swe_agent_s_calls_are_one_conversation(script, model, tmp_path):
-    mini = Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / "mini-swe-agent" / "bin" / "mini"
-    if not mini.exists():
-        pytest.skip("mini-swe-agent has no environment: make $RL_ADAPTERS/mini-swe-agent")
+    mini = of_adapter("mini-swe-agent", "mini")
     rows = [{"task": f"Make the file made, {n}.", "data_source": "files"} for n in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)

@@ -2,15 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import DELTA, accuracies, response_of, save_for_demo, train
+from helpers import DELTA, accuracies, drain, response_of, save_for_demo, save_once, train
 from safetensors.torch import load_file, save_file
 from test_delta_net import micro_batch
-from test_engine import drain
 from tiny_vlm import save_vlm
 from transformers import AutoModelForImageTextToText, Qwen3_5TextConfig
 
@@ -140,12 +138,8 @@ def test_a_checkpoint_of_images_comes_back(tmp_path, ranks):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     learner = Learner(str(path), LearnerArgs(dtype="bfloat16"), ranks, 10)
-    run = SimpleNamespace(dir=tmp_path, total_steps=9, say=print)
-    tokenizer = SimpleNamespace(save_pretrained=lambda _: None)
-    saver = Saver(train_sync.Args(), run, SimpleNamespace(record={}), learner, tokenizer, None)
-    saver.save(1, {})
-    saver.wait()
-    assert not saver.error, saver.error
+    error = save_once(learner, tmp_path, train_sync.Args(), Saver).error
+    assert not error, error
     saved = tmp_path / "step_000001"
     again = load_file(saved / "model.safetensors")
     assert again.keys() == stored.keys()

@@ -40,10 +40,11 @@ def test_sync_async_and_replay_train_the_same_bits(rubric, tmp_path):
     with serve(judge) as url:
         flags = [*FLAGS, *JUDGED, "--total-training-steps", "3"]
         env = {"JUDGE_RUBRIC": str(rubric), "JUDGE_URL": url}
-        found, sync, _ = train("train_sync.py", *flags, out=tmp_path / "sync", env=env)
+        found, sync, done = train("train_sync.py", *flags, out=tmp_path / "sync", env=env)
         split = ["--staleness-threshold", "0"]
         other, again, _ = train("train_async.py", *flags, *split, ranks=2, out=tmp_path / "async", env=env)
     assert bits(sync) == bits(again)
+    assert "instead of one of yes, no" in done.stdout + done.stderr, "the user is told why"
     assert "bit for bit" in run_script("replay.py", again, "--output-dir", tmp_path / "replay").stdout
     same = ("reward/extra/right/mean", "reward/extra/short/mean", "reward/unscored", "critic/score/mean", "actor/grad_norm")
     for step in (1, 2, 3):

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.runs
 STEPS, SAVED = 4, 2
 RUN = ("--total-training-steps", STEPS, "--save-freq", SAVED, "--max-ckpt-to-keep", 0, "--rollout-n", 4, "--test-freq", 0)
 RUN = (*RUN, "--lr", 1e-3, "--lr-warmup-steps", 0)
-SELF = ("--teacher", "self", "--teacher-prompt", "{ground_truth}={prompt}")
 
 
 @dataclass
@@ -23,79 +22,52 @@ class Row:
     """A feature: its flags, the metrics that it must report, and another value of its flags, which a resumed run refuses with
     this message."""
 
-    flags: tuple = ()
-    metrics: tuple[str, ...] = ()
-    other: tuple = ()
+    flags: str = ""
+    metrics: str = ""
+    other: str = ""
     refused: str = ""
-    learners: tuple = ()  # flags of the two learners
+    learners: str = ""  # flags of the two learners
     ranks: int = 1  # of the sync run, and of each side in async
 
 
+IMAGES = "--model demo-vl --train-files demo-vl --val-files demo-vl"
+TOOL = "--model demo-calculator --env demo-calculator --max-response-length 24"
+CRITIC = "--adv-estimator gae --critic-warmup 3 --critic-lr 1e-3 --lam 0.95 --use-kl-loss --use-kl-in-reward"
+CRITIC += " --entropy-coeff 0.01 --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.9_1.1"
+OF_CRITIC = "critic/vf_loss critic/vf_explained_var timing_s/values timing_s/update_critic"
+OF_CRITIC += " actor/kl_loss actor/reward_kl_penalty rollout_corr/rollout_rs_masked_fraction"
+SELF = "--teacher self --teacher-prompt {ground_truth}={prompt} --max-tokens-per-micro-batch 100 --teacher-top-k 3"
+EXPERTS = "--model demo-moe --router-replay R3 --rollout-dtype bfloat16 --max-tokens-per-micro-batch 80"
+PROMPTS = "--teacher-prompt: was {ground_truth}={prompt}, is {prompt}"
+HALVES = "--sequence-parallel 2"
 ROWS = {
-    "plain, a row for two": Row(
-        other=("--rollout-n", 2), refused="--rollout-n: was 4, is 2", learners=("--sequence-parallel", 2)
-    ),
+    "plain, a row for two": Row("", "", "--rollout-n 2", "--rollout-n: was 4, is 2", HALVES),
     "two of each": Row(ranks=2),
     "adapters, a sampling mask": Row(
-        ("--lora-rank", 4, "--top-k", 5, "--min-p", 0.05, "--keep-sampling-mask"),
-        other=("--lora-rank", 8),
-        refused="was written with --lora-rank 4",
+        "--lora-rank 4 --top-k 5 --min-p 0.05 --keep-sampling-mask", "", "--lora-rank 8", "was written with --lora-rank 4"
     ),
-    "a critic, KL, correction": Row(
-        (
-            *("--adv-estimator", "gae", "--critic-warmup", 3, "--critic-lr", 1e-3, "--lam", 0.95),
-            *("--use-kl-loss", "--use-kl-in-reward", "--entropy-coeff", 0.01),
-            *("--rollout-is", "token", "--rollout-rs", "seq_mean_k1", "--rollout-rs-threshold", "0.9_1.1"),
-        ),
-        (
-            *("critic/vf_loss", "critic/vf_explained_var", "timing_s/values", "timing_s/update_critic"),
-            *("actor/kl_loss", "actor/reward_kl_penalty", "rollout_corr/rollout_rs_masked_fraction"),
-        ),
-        other=("--adv-estimator", "grpo"),
-        refused="--adv-estimator: was gae",
-    ),
+    "a critic, KL, correction": Row(CRITIC, OF_CRITIC, "--adv-estimator grpo", "--adv-estimator: was gae"),
     "a teacher": Row(
-        ("--teacher", "TEACHER", "--teacher-coef", 0.5, "--teacher-top-k", 3),
-        ("actor/teacher_kl", "actor/teacher_top_kl", "timing_s/teacher"),
-        other=("--teacher", "DEMO"),
-        refused="--teacher: was",
+        "--teacher TEACHER --teacher-coef 0.5 --teacher-top-k 3",
+        "actor/teacher_kl actor/teacher_top_kl timing_s/teacher",
+        "--teacher DEMO",
+        "--teacher: was",
     ),
-    "its own teacher": Row(
-        (*SELF, "--max-tokens-per-micro-batch", 100, "--teacher-top-k", 3),
-        ("actor/teacher_kl", "actor/teacher_top_kl"),
-        other=("--teacher-prompt", "{prompt}"),
-        refused="--teacher-prompt: was {ground_truth}={prompt}, is {prompt}",
-        learners=("--sequence-parallel", 2),
-    ),
-    "experts": Row(
-        ("--model", "demo-moe", "--router-replay", "R3", "--rollout-dtype", "bfloat16", "--max-tokens-per-micro-batch", 80),
-        ("moe/replay/tokens_differ", "moe/load/max"),
-        learners=("--expert-parallel", 2),
-    ),
-    "a delta net": Row(("--model", "demo-hybrid")),
-    "images": Row(("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl")),
+    "its own teacher": Row(SELF, "actor/teacher_kl actor/teacher_top_kl", "--teacher-prompt {prompt}", PROMPTS, HALVES),
+    "experts": Row(EXPERTS, "moe/replay/tokens_differ moe/load/max", learners="--expert-parallel 2"),
+    "a delta net": Row("--model demo-hybrid"),
+    "images": Row(IMAGES),
     "images of an environment": Row(
-        (
-            *("--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl", "--max-response-length", 40),
-            *("--env", "tests/programs/shows.py:Shows", "--max-tokens-per-micro-batch", 150),
-        ),
-        ("reward/extra/turns/mean",),
-        learners=("--sequence-parallel", 2),
+        f"{IMAGES} --max-response-length 40 --env tests/programs/shows.py:Shows --max-tokens-per-micro-batch 150",
+        "reward/extra/turns/mean",
+        learners=HALVES,
     ),
     "files with weights, a map": Row(
-        ("--train-files", "A:1", "B:2", "--map", "MAP"),
-        other=("--train-files", "A:1", "B:3"),
-        refused="the content of --train-files",
+        "--train-files A:1 B:2 --map MAP", "", "--train-files A:1 B:3", "the content of --train-files"
     ),
-    "a tool": Row(
-        ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--entropy-coeff", 0.1),
-        ("response_length/trained/mean", "reward/extra/tool_calls/mean"),
-    ),
+    "a tool": Row(f"{TOOL} --entropy-coeff 0.1", "response_length/trained/mean reward/extra/tool_calls/mean"),
     "a tool, stop strings": Row(  # which end a call in place of its end token
-        ("--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", 24, "--stop", "</tool_call>", "77"),
-        ("reward/extra/tool_calls/mean",),
-        other=("--stop", "</tool_call>"),
-        refused="--stop: was",
+        f"{TOOL} --stop </tool_call> 77", "reward/extra/tool_calls/mean", "--stop </tool_call>", "--stop: was"
     ),
 }
 
@@ -137,7 +109,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.parametrize("name", ROWS)
 def test_round_trips(name, teacher, files, demo_model, tmp_path):
     row, paths = ROWS[name], {"TEACHER": teacher, "DEMO": demo_model, **files}
-    flags, other = ([paths.get(word, word) for word in words] for words in (row.flags, row.other))
+    flags, other = ([paths.get(word, word) for word in words.split()] for words in (row.flags, row.other))
     runs = Runs(tmp_path, (*RUN, *flags))
 
     ranks = {"ranks": row.ranks} if row.ranks > 1 else {}
@@ -145,7 +117,7 @@ def test_round_trips(name, teacher, files, demo_model, tmp_path):
     sync, trained = bits(tmp_path / "sync", STEPS), weights(tmp_path / "sync", STEPS)
     assert sync != bits(tmp_path / "sync", SAVED), "the steps after the checkpoint move the weights"
     metrics = runs.metrics("sync")[-1]
-    assert {*row.metrics} <= metrics.keys() and not undocumented({STEPS: metrics})
+    assert {*row.metrics.split()} <= metrics.keys() and not undocumented({STEPS: metrics})
 
     runs.start("train_async.py", "async", "--staleness-threshold", 0, "--generators", row.ranks, ranks=2 * row.ranks)
     assert bits(tmp_path / "async", STEPS) == sync
@@ -153,7 +125,7 @@ def test_round_trips(name, teacher, files, demo_model, tmp_path):
     if row.ranks == 1:
         again = run_script("replay.py", tmp_path / "sync", "--output-dir", tmp_path, "--experiment-name", "again")
         assert "the weights are bit for bit those of" in again.stdout
-        learners = ("--output-dir", tmp_path, "--experiment-name", "two", *row.learners)
+        learners = ("--output-dir", tmp_path, "--experiment-name", "two", *row.learners.split())
         run_script("replay.py", tmp_path / "sync", *learners, ranks=2)
         two = weights(tmp_path / "two", STEPS)
         for key, tensor in trained.items():

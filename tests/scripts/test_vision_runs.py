@@ -32,14 +32,10 @@ def go(script: str, model: str, file: str, out: Path, *flags, ranks: int = 1):
     return train(script, *everything, out=out, ranks=ranks)
 
 
-@pytest.fixture(scope="module")
-def sync(vlms, rows, tmp_path_factory):  # noqa: F811
-    return go("train_sync.py", vlms["qwen3-vl"], rows, tmp_path_factory.mktemp("sync"), *SYNC, "--test-freq", 4)
-
-
-def test_what_a_run_leaves_is_a_model_that_takes_images(sync, vlms):  # noqa: F811
+def test_what_a_run_leaves_is_a_model_that_takes_images(vlms, rows, tmp_path):  # noqa: F811
     """Every parameter has changed, including the tower's, and transformers finds all files it needs next to the weights."""
-    export = sync[1] / "step_000004"
+    _, run, _ = go("train_sync.py", vlms["qwen3-vl"], rows, tmp_path, *SYNC, "--test-freq", 4)
+    export = run / "step_000004"
     model = AutoModelForImageTextToText.from_pretrained(export)
     before = AutoModelForImageTextToText.from_pretrained(vlms["qwen3-vl"])
     pairs = zip(model.named_parameters(), before.parameters(), strict=True)

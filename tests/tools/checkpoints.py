@@ -1,4 +1,4 @@
-"""What is in a checkpoint, read with the libraries that others use."""
+"""What is in a checkpoint, read with the libraries that others use; and what a run has logged of its steps."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,15 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rl.checkpoint.files import GROUPS, UNFINISHED
 from rl.checkpoint.resume import groups_of
+
+MEASURED = ("timing_s/", "perf/", "ledger/", "time", "publish/", "ring/", "fully_async/trainer/idle")
+MEASURED += ("fully_async/rollouter/idle", "fully_async/rollouter/held")
+
+
+def rows(run: Path) -> list[dict]:
+    """Return the logged rows without anything measured by a clock."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
 
 
 def damage(path: Path) -> str | None:

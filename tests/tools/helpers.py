@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,6 +151,33 @@ def response_of(output, prompt: int = 0):
     return Response(*arrays, output.finish_reason, routes=routes)
 
 
+def drain(engine, requests) -> dict:
+    """Return the outputs of an engine by id, when it has no work left."""
+    for request in requests:
+        engine.add(request)
+    outputs = []
+    while engine.num_unfinished:
+        outputs += engine.step()
+    return {output.id: output for output in outputs}
+
+
+def with_routes(group, draw: Callable):
+    """Return the group with routes for R3. draw: number of tokens -> their routes [n, layers, experts of a token]."""
+    of_prompt = draw(len(group.prompt_ids))
+    responses = [replace(response, routes=draw(len(response.token_ids) - 1)) for response in group.responses]
+    return replace(group, prompt_routes=of_prompt, responses=responses)
+
+
+def save_once(learner, run: Path, args, saver: type, steps: Sequence[int] = (1,), say=print):
+    """Save checkpoints of a learner without a run, to their end; return what saved them."""
+    about, tokenizer = SimpleNamespace(dir=run, total_steps=9, say=say), SimpleNamespace(save_pretrained=lambda _: None)
+    writer = saver(args, about, SimpleNamespace(record={}), learner, tokenizer, None)
+    for step in steps:
+        writer.save(step, {})
+    writer.wait()
+    return writer
+
+
 # ------------------------------------------------------------------------------------------------ what others compute
 
 
@@ -191,6 +219,23 @@ def plain_log_probs(compute, batch, temperature: float = 1.0, fronts=None) -> li
     return [row[torch.arange(len(of)), of.long()] for row, of in zip(rows, tokens, strict=True)]
 
 
+def packed_learner(path: str, ranks, **flags) -> tuple:
+    """Return a learner (flags: of LearnerArgs) and its log-probs of packed rows with shared prompts of uneven lengths; their
+    gradient stays."""
+    import torch
+
+    from rl.learning.args import LearnerArgs
+    from rl.learning.batch import Batch
+    from rl.learning.learner import Learner
+    from rl.learning.micro_batches import MicroBatch
+
+    learner = Learner(path, LearnerArgs(**flags), ranks, 10)
+    batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])
+    log_prob = learner.forward(MicroBatch.of(batch, list(range(6)), torch.device("cpu"))).log_prob
+    (log_prob * torch.randn(len(log_prob), generator=torch.Generator().manual_seed(0))).sum().backward()
+    return learner, log_prob.detach()
+
+
 def padded_loss(path: str, rows: Sequence):
     """Return transformers' loss of demonstrations, padded and with labels of -100, and its gradient, in double precision."""
     import torch
@@ -211,6 +256,15 @@ def padded_loss(path: str, rows: Sequence):
 
 
 may_start = True  # whether the test that runs now may start runs (conftest.py)
+
+
+def of_adapter(package: str, program: str = "python") -> Path:
+    """Return a program of the virtual environment $RL_ADAPTERS/<package>; skip the test where there is none."""
+    import pytest
+
+    if not (file := Path(os.environ.get("RL_ADAPTERS", "/nowhere")) / package / "bin" / program).exists():
+        pytest.skip(f"{package} has no virtual environment: make $RL_ADAPTERS/{package}")
+    return file
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -10,6 +10,8 @@ import statistics
 
 import torch
 
+OF_ALL = ("reward", "mask", "seq", "group")  # what every advantage takes
+
 
 def random_batch(lengths, seed=0, mask_rate=0.75, spread=0.4):
     """A ragged batch as fp64 tensors: what losses.py takes. `.tolist()` of each is what this file takes."""
@@ -32,7 +34,12 @@ def random_batch(lengths, seed=0, mask_rate=0.75, spread=0.4):
         "parts": torch.randint(0, 3, (len(lengths), 2), generator=g).double(),
         "weights": torch.tensor([1.0, 2.5], dtype=torch.float64),
         "energy": rand().abs(),
+        "baseline": torch.arange(len(lengths), dtype=torch.float64) / 3 - 1,
     }
+
+
+def lists(batch):
+    return {name: tensor.tolist() for name, tensor in batch.items()}
 
 
 def tokens_of(seq):
@@ -45,6 +52,11 @@ def tokens_of(seq):
 
 def clip(x, low, high):
     return max(low, min(high, x))
+
+
+def slope(function, x, *rest):
+    """Of the function in its first argument, by finite differences."""
+    return (function(x + 1e-6, *rest) - function(x - 1e-6, *rest)) / 2e-6
 
 
 # ------------------------------------------------------------------------------------------------------- advantages
@@ -161,23 +173,23 @@ def optimal_token_baseline(reward, mask, seq, group, energy):
     return out
 
 
-def advantage(
-    name, reward, mask, seq, group, baseline=None, value=None, gamma=1.0, lam=1.0, parts=None, weights=None, energy=None
-):
+def advantage(name, batch, gamma=1.0):
+    """batch: `lists` of a random_batch."""
+    reward, mask, seq, group = (batch[key] for key in OF_ALL)
     n = len(group)
     if name == "optimal_token_baseline":
-        return optimal_token_baseline(reward, mask, seq, group, energy)
+        return optimal_token_baseline(reward, mask, seq, group, batch["energy"])
     if name == "reinforce_pp":
         return whiten(return_to_go(reward, mask, seq, gamma), mask)
     if name == "remax":
         ahead = return_to_go(reward, mask, seq, 1.0)
-        return [(a - baseline[i]) if m else 0.0 for a, i, m in zip(ahead, seq, mask, strict=True)]
+        return [(a - batch["baseline"][i]) if m else 0.0 for a, i, m in zip(ahead, seq, mask, strict=True)]
     if name == "gae":
-        returns = lambda_return(reward, mask, seq, value, gamma, lam)
-        return whiten([r - v for r, v in zip(returns, value, strict=True)], mask)
+        returns = lambda_return(reward, mask, seq, batch["value"], 1.0, 1.0)
+        return whiten([r - v for r, v in zip(returns, batch["value"], strict=True)], mask)
     lengths = [sum(m for m, j in zip(mask, seq, strict=True) if j == i) for i in range(n)]
     if name == "gdpo":
-        per_response = gdpo(parts, weights, lengths, group)
+        per_response = gdpo(batch["parts"], batch["weights"], lengths, group)
     else:
         per_response = by_response(name, scores(reward, seq, n), lengths, group)
     out = [per_response[i] if m else 0.0 for i, m in zip(seq, mask, strict=True)]

@@ -113,24 +113,22 @@ def picture(width: int, height: int, seed: int = 0):
     return Image.fromarray(blocks).resize((width, height), Image.NEAREST)
 
 
-def png(image) -> bytes:
-    """Return the bytes of the picture's PNG file."""
+def encoded(image, format: str = "PNG", **options) -> bytes:
+    """Return the bytes of the picture's file, of this format."""
     import io
 
-    image.save(file := io.BytesIO(), "PNG")
+    image.save(file := io.BytesIO(), format, **options)
     return file.getvalue()
+
+
+def png(image) -> bytes:
+    return encoded(image)
 
 
 def odd_files() -> dict[str, tuple[bytes, object]]:
     """Kind -> an image's file and what is seen of it, a plain PIL image: what people's data holds."""
-    import io
-
     import numpy as np
     from PIL import Image
-
-    def file(image, format: str = "PNG", **options) -> bytes:
-        image.save(out := io.BytesIO(), format, **options)
-        return out.getvalue()
 
     palette = picture(96, 64, 9).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
     plain, turned = palette.convert("RGB"), Image.Exif()
@@ -141,12 +139,12 @@ def odd_files() -> dict[str, tuple[bytes, object]]:
     grey = np.asarray(plain.convert("L"))
     frames = {"save_all": True, "append_images": [Image.new("P", palette.size)], "duration": 50}
     return {
-        "palette": (file(palette), plain),
-        "animated": (file(palette, "GIF", **frames), plain),
-        "transparent": (file(faded), half),
-        "turned by EXIF": (file(plain.transpose(Image.Transpose.ROTATE_90), exif=turned), plain),
-        "grey, 16 bits": (file(Image.fromarray(grey.astype(np.uint16) * 257)), Image.fromarray(grey).convert("RGB")),
-        "large": (file(picture(1500, 1000, 9), "TIFF"), picture(1500, 1000, 9)),
+        "palette": (encoded(palette), plain),
+        "animated": (encoded(palette, "GIF", **frames), plain),
+        "transparent": (encoded(faded), half),
+        "turned by EXIF": (encoded(plain.transpose(Image.Transpose.ROTATE_90), exif=turned), plain),
+        "grey, 16 bits": (encoded(Image.fromarray(grey.astype(np.uint16) * 257)), Image.fromarray(grey).convert("RGB")),
+        "large": (encoded(picture(1500, 1000, 9), "TIFF"), picture(1500, 1000, 9)),
     }
 
 

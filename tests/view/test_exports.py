@@ -1,52 +1,26 @@
 """Recorded responses in other viewers' formats hold what was recorded: turns, tokens, log-probs, scores."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
-from helpers import make_group
+from test_view import ATTACKS, Letters, run  # noqa: F401  (run: a fixture)
 
-from rl.samples.recorder import Recorder
 from tools.view import exports
 from tools.view.rows import Samples
 
 
-class Letters:
-    def decode(self, ids, **_) -> str:
-        return "".join(chr(i + 60) for i in ids)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run of two steps; the third response of a group could not be scored, the second has parts of an environment."""
-    (tmp_path / "script.py").write_text("")
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "script.py")])
-    monkeypatch.setattr(Samples, "tokenizer", Letters())
-    run = tmp_path / "run"
-    run.mkdir()
-    recorder = Recorder(run, 0, True)
-    recorder.begin({"after": 0, "flags": {"model": "some/model", "trust_remote_code": False}})
-    with (run / "groups.jsonl").open("w") as file:
-        for step in (1, 2):
-            groups = [make_group(10 * step + i, [9, 20, 4], masked=i == 1, unscored=(2,)) for i in (0, 1)]
-            recorder.write(step, groups)
-            about = {"epoch": 0, "where": "rows.jsonl row 3", "ground_truth": "42"}
-            file.write(json.dumps({"step": step, "groups": [about | {"ticket": group.ticket} for group in groups]}) + "\n")
-    return run
-
-
-def written(run, kind: str, file, steps=range(9)) -> str:
-    assert exports.write(file, kind, [run], steps) == 6 * len([step for step in (1, 2) if step in steps])
+def written(run, kind: str, file, steps=range(9)) -> str:  # noqa: F811
+    assert exports.write(file, kind, [run], steps) == 6 * len([step for step in (1, 2, 3) if step in steps])
     return file.read_text()
 
 
-def recorded(run) -> list:
+def recorded(run) -> list:  # noqa: F811
     samples = Samples(run)
     return [(group, r) for step in samples.record.steps for group in samples.groups(step) for r in group.responses]
 
 
-def test_a_trajectory_has_the_turns_of_a_response(run, tmp_path):
+def test_a_trajectory_has_the_turns_of_a_response(run, tmp_path):  # noqa: F811
     lines = [json.loads(line) for line in written(run, "atif", tmp_path / "out").splitlines()]
     assert len({line["trajectory_id"] for line in lines}) == len(lines)
     for line, (group, response) in zip(lines, recorded(run), strict=True):
@@ -63,29 +37,30 @@ def test_a_trajectory_has_the_turns_of_a_response(run, tmp_path):
             said += turn["message"] + "".join(result["content"] for result in added)
         assert said == Letters().decode(response.token_ids)
         assert line["extra"]["score"] == response.score and line["extra"]["error"] == response.error
-        assert line["extra"]["where"] == "rows.jsonl row 3" and line["final_metrics"]["total_completion_tokens"] == mask.sum()
-    assert max(len(line["steps"]) for line in lines) > 3, "there are several turns"
+        assert line["extra"]["where"] == f"{ATTACKS[0]} row {group.ticket % 10}"
+        assert line["final_metrics"]["total_completion_tokens"] == mask.sum()
+    assert max(len(line["steps"]) for line in lines) > 2, "there are several turns"
 
 
-def test_a_log_of_inspect_has_a_sample_for_each_response(run, tmp_path):
+def test_a_log_of_inspect_has_a_sample_for_each_response(run, tmp_path):  # noqa: F811
     log = json.loads(written(run, "inspect", tmp_path / "out.json"))
-    assert (log["version"], log["status"], log["eval"]["model"]) == (2, "success", "some/model")
-    assert len({(sample["id"], sample["epoch"]) for sample in log["samples"]}) == 12
+    assert (log["version"], log["status"], log["eval"]["model"]) == (2, "success", "demo")
+    assert len({(sample["id"], sample["epoch"]) for sample in log["samples"]}) == 18
     for sample, (group, response) in zip(log["samples"], recorded(run), strict=True):
-        assert sample["input"] == Letters().decode(group.prompt_ids) and sample["target"] == "42"
+        assert sample["input"] == Letters().decode(group.prompt_ids) and sample["target"] == ATTACKS[1]
         assert "".join(message["content"] for message in sample["messages"][1:]) == Letters().decode(response.token_ids)
         value = sample["scores"]["reward"]["value"]
         assert value == ("not scored" if response.score is None else response.score)
 
 
-def test_inspect_reads_it(run, tmp_path):
+def test_inspect_reads_it(run, tmp_path):  # noqa: F811
     log = pytest.importorskip("inspect_ai.log", reason="inspect_ai is not installed")
     written(run, "inspect", tmp_path / "out.json")
     found = log.read_eval_log(str(tmp_path / "out.json"))
-    assert len(found.samples) == 12 and found.samples[1].scores["reward"].value == 1.0
+    assert len(found.samples) == 18 and found.samples[1].scores["reward"].value == 1.0
 
 
-def test_steps_and_runs_are_chosen(run, tmp_path):
+def test_steps_and_runs_are_chosen(run, tmp_path):  # noqa: F811
     rows = [json.loads(line) for line in written(run, "jsonl", tmp_path / "out", range(2, 3)).splitlines()]
     assert {row["step"] for row in rows} == {2} and {row["run"] for row in rows} == {"run"}
-    assert exports.write(tmp_path / "both", "atif", [run, run], range(9)) == 24
+    assert exports.write(tmp_path / "both", "atif", [run, run], range(9)) == 36
