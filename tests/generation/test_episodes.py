@@ -223,9 +223,6 @@ class Resets(Played):
         super().__init__(until(2, 1.0))
         self.resets = resets
 
-    def name_of(self, row):
-        return ""
-
     def begin(self, key, row, seed, own_seed, split):
         super().begin(key, row, seed, own_seed, split)
         self._pending[-1][1].update(self.resets[key[1]])
@@ -260,9 +257,6 @@ class OnceDown(Played):
     def __init__(self, times: int):
         super().__init__(until(2, 1.0))
         self.times, self.begun = times, []
-
-    def name_of(self, row):
-        return ""
 
     def begin(self, key, row, seed, own_seed, split):
         super().begin(key, row, seed, own_seed, split)
