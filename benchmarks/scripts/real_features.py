@@ -65,7 +65,7 @@ def of_vllm(mode: str, more: str = "") -> Row:
 ROWS = {
     "sync": of("sync"),
     "cooler": of("sync, --temperature 0.6", "--temperature 0.6"),
-    "default-lr": of("sync, --lr 1e-4 as by default", "--lr 1e-4"),
+    "default-lr": of("sync, --lr 1e-4, the demo's", "--lr 1e-4"),
     "one-step-off": of("one step off", mode="one step off"),
     "async-1": of("async, staleness 1", "--staleness-threshold 1", mode="async"),
     "async-4": of("async, staleness 4", "--staleness-threshold 4", mode="async"),
