@@ -110,7 +110,10 @@ def drain(pool: ScoringPool, left: int = 0) -> dict:
 
 
 def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it may end between the opening and the reading
+        return True
 
 
 # ------------------------------------------------------------------------------------------------------------- values
