@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
 from rl.errors import UserError
-from rl.model.attention import in_buckets, tokens_seen
+from rl.model.packing import in_buckets, tokens_seen
 from rl.ranks.device import is_accelerator, moved, packed_attention
 
 ATTENTION = "packed"

@@ -23,7 +23,7 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
-from rl.model.attention import tokens_seen
+from rl.model.packing import tokens_seen
 from rl.model.kernel_check import differences, first_wrong
 from rl.ranks.device import moved, packed_attention
 

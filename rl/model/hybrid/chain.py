@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.attention import in_buckets
+from rl.model.packing import in_buckets
 from rl.model.hybrid.kernels import packed_rule, recurred_by
 from rl.model.hybrid.rule import chunked, wide
 
