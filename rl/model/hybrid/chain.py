@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.packing import in_buckets
 from rl.model.hybrid.kernels import packed_rule, recurred_by
 from rl.model.hybrid.rule import chunked, wide
+from rl.model.packing import in_buckets
 
 
 @dataclass(frozen=True)
