@@ -19,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from rl.children.child import adopt_orphans
 from rl.masking import masked
 from tools.doctor import packages, processes, scripts
 from tools.doctor.findings import OK, SKIPPED, WRONG, Finding
+from user_code.child import adopt_orphans
 
 
 class Doctor:

@@ -22,7 +22,6 @@ if __name__ == "__main__" and len(sys.argv) > 1 and Path(sys.argv[1]).is_file():
     sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # what is next to the script counts, its losses.py above all
 
 from rl import flags
-from rl.children.server import python_path
 from rl.errors import UserError
 from rl.ranges import Range
 from rl.ranks import process
@@ -31,6 +30,7 @@ from tools.plan.devices import device
 from tools.plan.machine import Machine
 from tools.plan.memory_plan import MemoryPlan, plan_memory
 from tools.plan.time_plan import plan_time
+from user_code.server import python_path
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
 

@@ -22,7 +22,8 @@ from tools.from_verl.table import NOT_HERE, NOT_NEEDED, OWN, TABLE, Row
 from tools.from_verl.verl_run import SYNC
 
 ROOT = Path(__file__).resolve().parents[1]
-HOUSES = ("rl", "tools")
+HOUSES = ("rl", "user_code", "tools")
+PACKAGES = ("math_grader", "program_grader")  # that import nothing of ours
 TRL_WORDS = ROOT / "docs" / "trl_words.yaml"
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
 
@@ -53,7 +54,7 @@ def code_map() -> str:
     scripts = [*sorted(ROOT.glob("train_*.py")), *sorted(path for path in ROOT.glob("*.py") if "train" not in path.name)]
     lines += section("Scripts", "file", scripts, ROOT)
     folders = sorted({file.parent for house in HOUSES for file in (ROOT / house).rglob("*.py")})
-    for folder in [*folders, ROOT / "math_grader", ROOT / "program_grader"]:
+    for folder in [*folders, *(ROOT / name for name in PACKAGES)]:
         files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
         text = first_paragraph(folder / "__init__.py")
         head, _, *rows = section(f"{folder.relative_to(ROOT)}/", "file", files, folder)
@@ -132,14 +133,14 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "one step of `train_sync.py`",
         {
             "the algorithm, and every formula": "train_sync.py losses.py",
-            "samples -> mini-batches -> gradients": "rl/learning/{batch,division,learner,micro_batches,optimizer}.py "
-            "rl/learning/throughput.py rl/algorithm/{whole_batch,metrics,fates,health,texts,args}.py",
+            "samples -> mini-batches -> gradients": "rl/learning/{batch,learner,micro_batches}.py "
+            "rl/algorithm/{whole_batch,metrics,health,args}.py",
             "the forward pass over packed rows": "rl/model/{policy,attention,packing}.py rl/ranks/shards.py",
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
-            "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
+            "rl/generation/embedded/{engine,decoding}.py rl/data/{prompts,tables}.py "
             "rl/samples/{group,schedule}.py",
             "responses -> scores": "rl/rewards/{pool,score,verifiers,args}.py",
-            "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/{run,console}.py "
+            "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/run.py "
             "rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },
     ),
@@ -156,14 +157,14 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "what a flag or a model adds",
         {
             "vLLM": "rl/generation/vllm/*",
-            "tools, environments, agents": "rl/generation/*episodes.py rl/data/tools.py rl/environments/{*,*/*}",
-            "images": "rl/data/{images,image_prompts}.py rl/learning/batch_images.py rl/model/vision_forward.py",
+            "tools, environments, agents": "rl/generation/*episodes.py rl/environments/*",
+            "images": "rl/images.py rl/data/image_prompts.py rl/learning/batch_images.py rl/model/vision_forward.py",
             "mixtures of experts": "rl/model/{router,grouped_experts,expert_parallel}.py",
             "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
             "LoRA": "rl/adapters/*",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
-            "reward functions of your own": "rl/rewards/* rl/children/* rl/user_file.py",
+            "reward functions of your own": "rl/rewards/*",
             "replay": "replay.py",
         },
     ),
@@ -181,6 +182,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
     (
         "programs of their own",
         {
+            "reward functions, environments, agents": "user_code/{*,*/*}",
             "right or wrong; programs in a sandbox": "math_grader/* program_grader/*",
             "memory and time before a run": "plan.py tools/plan/*",
             "what a run wrote": "view.py tools/view/*",
@@ -210,7 +212,7 @@ def spelled_out(patterns: str) -> set[Path]:
 
 def reading() -> dict[str, dict[str, set[Path]]]:
     """Return the files of each row of READING. Raise ValueError for a file that none names."""
-    houses = {path for house in (*HOUSES, "math_grader", "program_grader") for path in (ROOT / house).rglob("*.py")}
+    houses = {path for house in (*HOUSES, *PACKAGES) for path in (ROOT / house).rglob("*.py")}
     left = {*houses, *ROOT.glob("*.py")}
     rows = {}
     for title, parts in READING:

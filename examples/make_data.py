@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl.data import images
+from rl import images
 from rl.data.files import read_table
 from rl.data.tables import Rows
 from rl.errors import UserError

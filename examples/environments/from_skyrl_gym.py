@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import skyrl_gym
 
-from rl.environments.programs import BadValue
 from rl.errors import UserError
+from user_code.programs import BadValue
 
 
 class Episode:

@@ -17,7 +17,7 @@ from rl.data.prompts import FileRows, begins_with_bos, is_message, render_chat
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range
-from rl.user_file import check_code
+from user_code.files import check_code
 
 
 @dataclass(frozen=True)

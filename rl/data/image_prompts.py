@@ -6,7 +6,7 @@ three-dimensional (time, row, column; Qwen2-VL, arXiv 2409.12191): text counts u
 begins at c have positions (c, c + row, c + column), and text continues behind the longer side.
 
 `ImagePrep` turns rows into `Images`, one for each prompt. Pixels are made when they are needed, and kept in a bounded memory.
-Left out: videos; decoding (rl/data/images.py); the forward pass (rl/model/vision_forward.py).
+Left out: videos; decoding (rl/images.py); the forward pass (rl/model/vision_forward.py).
 """
 
 import functools
@@ -25,10 +25,10 @@ import xxhash
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rl.data import images
-from rl.data.images import PLACE
+from rl import images
 from rl.errors import ImageError, UserError
 from rl.hub.tensor_reader import find
+from rl.images import PLACE
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 KEPT_BYTES = 1 << 30  # of prepared pixels, in each process

@@ -3,7 +3,7 @@
 rl/data/files.py reads the rows; they are tokenised when they are drawn. A row is verl's (`prompt`: chat messages or a string,
 `data_source`, `reward_model.ground_truth`, `extra_info`) or a pair of `question` and `answer` in GSM8K's own layout: the text
 after the answer's last "####" is the ground truth, and the source is openai/gsm8k unless a column says otherwise. There may be
-a column of images, with an "<image>" in the text for each (rl/data/images.py, rl/data/image_prompts.py).
+a column of images, with an "<image>" in the text for each (rl/images.py, rl/data/image_prompts.py).
 """
 
 import bisect
@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.args import DataArgs
-from rl.data.columns import TRUTHS, check_columns, check_row, ground_truth, source_of
 from rl.data.measured import Measured, measure
-from rl.data.tables import DEMOS, Rows, demo_table, place
+from rl.data.tables import DEMOS, TRUTHS, Rows, check_columns, check_row, demo_table, ground_truth, place, source_of
 from rl.errors import ImageError, UserError
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep, Images
-    from rl.data.tools import Tools
+    from user_code.tools import Tools
 
 RECORDED = 2000  # characters of a ground truth, at most: that of a program may have megabytes
 BEGINNING = 200  # characters of a prompt that are recorded in all steps
@@ -247,7 +246,7 @@ class PromptDataset(FileRows):
                     f"model of images and text (docs/images.md)."
                 )
             return ids, None
-        from rl.data import images  # late: few prompts have any
+        from rl import images  # late: few prompts have any
 
         try:
             of_file = images.places(self.files[self._locate(row)[0]])
@@ -290,7 +289,7 @@ class PromptDataset(FileRows):
         if not is_chat:
             return Text(prompt, begins_with_bos(self.tokenizer, prompt))
         if self.prep and self.args.image_key in row:
-            from rl.data.images import with_places
+            from rl.images import with_places
 
             messages = with_places(messages)
         more = {"tools": tools and tools.for_template, "add_generation_prompt": True}

@@ -1,1 +1,1 @@
-"""Environments, tools and agents: their processes, the tokens between turns, and the calls in a model's text."""
+"""Environments, tools and agents as a rank sees them. What runs in their processes is in user_code/."""

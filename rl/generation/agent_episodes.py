@@ -10,13 +10,13 @@ import zlib
 
 import numpy as np
 
-from rl.environments.pictures import files_of
 from rl.generation.engine import Output, request_seed
 from rl.generation.episode import History, Id, Named, nothing
 from rl.generation.episodes import Episodes
 from rl.generation.responses import Added, Key, OpenGroup
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
+from user_code.pictures import files_of
 
 
 class AgentEpisodes(Episodes):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.data.job import Job
-from rl.environments.pictures import files_of
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, Request, request_seed
 from rl.generation.episode import Episode, History, Id, Named, images_of, named_of, nothing, with_answer
@@ -28,6 +27,7 @@ from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
 from rl.rewards.pool import can_score
 from rl.rewards.score import Score
+from user_code.pictures import files_of
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images

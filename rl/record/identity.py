@@ -31,7 +31,7 @@ class Identity:
         contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
         for name, content in marks(type(self.args), Content).items():
             if value := parts.get(self.args, name):
-                from rl.user_file import digest_code  # late: few runs have code of their own
+                from user_code.files import digest_code  # late: few runs have code of their own
 
                 contents[name] = _digest_model(resolve(value)) if content.kind == "model" else digest_code(value)
         return masked(json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents})))
@@ -49,7 +49,7 @@ def _digest_prompts(prompts: PromptDataset) -> str:
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():
-            from rl.user_file import digest_file
+            from user_code.files import digest_file
 
             state.update(digest_file(Path(file)).encode())
         else:

@@ -1,3 +1,3 @@
-"""Rewards: the built-in graders, and the processes that run them or the user's function.
+"""Rewards: the built-in graders, and scores of the user's function, which runs in processes of user_code/.
 
 A scoring process imports this folder without importing torch."""

@@ -1,15 +1,15 @@
-"""The responses that scoring processes (rl/rewards/host.py) work on, and those that wait for a grader that is out."""
+"""The responses that scoring processes (user_code/scoring.py) work on, and those that wait for a grader that is out."""
 
 import json
 import os
 from typing import Any
 
-from rl.children.server import Server, as_json, without_job
 from rl.errors import UserError
 from rl.rewards.args import RewardArgs
 from rl.rewards.outages import LastScored, Outages
 from rl.rewards.score import EVENTS, Score, as_score
 from rl.rewards.verifiers import BUILT_IN, CODE, grade
+from user_code.server import Server, as_json, without_job
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
 
@@ -27,9 +27,10 @@ class Scorers:
         self._name = args.own_reward or "scoring"
         self._outages = Outages(args.outage_timeout, args.own_reward or "the grader", self._send)
         settings = {"spec": args.reward if args.own_reward else "", "weights": args.reward_weights}
+        settings["built_in"] = "rl.rewards.verifiers:grade"
         settings |= {"timeout": args.reward_timeout, "memory": MEMORY, "workers": args.reward_workers}
         environment = without_job(os.environ)
-        self._server = Server("rl.rewards.host", settings, environment, self._name, "the reward function")
+        self._server = Server("user_code.scoring", settings, environment, self._name, "the reward function")
         self.takes = self._server.ready["takes"]  # what the functions name of `prompt`, `step`, `split`
 
     def submit(self, key: Any, item: dict) -> None:

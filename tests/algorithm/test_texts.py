@@ -10,8 +10,7 @@ import pytest
 from helpers import make_group
 
 import train_sync
-from rl.algorithm.health import WINDOW, Health
-from rl.algorithm.texts import text_metrics
+from rl.algorithm.health import WINDOW, Health, text_metrics
 from rl.samples.group import Group, Response
 
 
@@ -63,7 +62,7 @@ def test_learners_share_the_work(ranks, monkeypatch, learners):
     groups = [make_group(ticket, [30, 40, 50]) for ticket in range(7)]
     expected = text_metrics(groups, ranks)
     parts = []
-    monkeypatch.setattr("rl.algorithm.texts.dist.all_gather_values", lambda own: parts.append(own) or parts)
+    monkeypatch.setattr("rl.algorithm.health.dist.all_gather_values", lambda own: parts.append(own) or parts)
     for rank in range(learners):
         found = text_metrics(groups, dataclasses.replace(ranks, rank=rank, world_size=learners))
     assert found == expected

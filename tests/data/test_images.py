@@ -16,7 +16,8 @@ from tiny_vlm import encoded, odd_files, picture, pixels_of, row
 from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from rl.data import image_prompts, images
+from rl import images
+from rl.data import image_prompts
 from rl.data.prompts import PromptOrder
 from rl.errors import ImageError, UserError
 from rl.learning.batch_images import _THREAD, BatchImages

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers import cpu_limit
+from helpers import ROOT, cpu_limit
 from test_vision import dataset, vlms  # noqa: F401  (a fixture)
 from tiny_vlm import encoded, picture, png, row
 
-from rl.data import images
+from rl import images
 from rl.errors import ImageError, UserError
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
@@ -115,8 +115,8 @@ def test_a_hub_dataset_reads_no_other_files(path, hub, tmp_path):
 
 
 def test_every_place_that_opens_images_names_the_formats():
-    root = Path(images.__file__).parents[2]
-    sources = [*root.glob("*.py"), *root.glob("rl/**/*.py"), *root.glob("examples/**/*.py")]
+    houses = ("rl", "user_code", "examples")
+    sources = [*ROOT.glob("*.py"), *(file for house in houses for file in (ROOT / house).rglob("*.py"))]
     opening = [line for file in sources for line in file.read_text().splitlines() if "Image.open(" in line]
     assert opening and all("formats=" in line for line in opening), opening
 

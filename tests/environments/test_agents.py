@@ -10,13 +10,13 @@ from test_pool import answers, ids_of, wait_for
 from test_turns import SCHEMA, turns_of
 
 import train_sync
-from rl.environments.agents import Agents, Session
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
-from rl.environments.protocols import chat
-from rl.environments.protocols.chat import as_messages
-from rl.environments.worker import Warm
 from rl.errors import UserError
+from user_code.agents import Agents, Session
+from user_code.protocols import chat
+from user_code.protocols.chat import as_messages
+from user_code.worker import Warm
 
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
 ASKED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.children.server import without_secrets
+from user_code.server import without_secrets
 
 SECRETS = """
 HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_PROFILE MY_PASSWORD db_passwd SERVICE_CREDENTIALS OPENAI_API_KEY

@@ -20,11 +20,11 @@ from examples.demo.pictures import QUESTION, problems
 from rl import parts
 from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep
-from rl.data.images import to_rgb
 from rl.data.prompts import Prompt, PromptDataset, PromptOrder
 from rl.environments.pool import Environments
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.generator import Generator, make_responses
+from rl.images import to_rgb
 from rl.learning.batch import Batch
 from rl.learning.batch_images import BatchImages
 from rl.learning.micro_batches import MicroBatch

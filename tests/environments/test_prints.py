@@ -6,7 +6,7 @@ import threading
 import pytest
 from test_pool import answers
 
-from rl.children import server
+from user_code import server
 
 LOUD = """
 import os, subprocess, sys

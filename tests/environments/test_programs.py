@@ -14,8 +14,8 @@ from PIL import Image
 from pydantic import BaseModel
 from tiny_vlm import png
 
-from rl.data.images import to_rgb
-from rl.environments.programs import BadValue, Programs, as_added, as_content, as_messages, as_reward
+from rl.images import to_rgb
+from user_code.programs import BadValue, Programs, as_added, as_content, as_messages, as_reward
 
 
 def divide(a: int, b: int) -> float:

@@ -12,10 +12,10 @@ from test_pool import answers, begin, ids_of
 
 import train_sync
 from rl import parts, ranges
-from rl.environments.programs import BadValue, EpisodeProgram, Programs
-from rl.environments.turns import Turns
 from rl.errors import UserError
-from rl.user_file import import_file
+from user_code.files import import_file
+from user_code.programs import BadValue, EpisodeProgram, Programs
+from user_code.turns import Turns
 
 SCRIPT = '''
 import json

@@ -15,7 +15,7 @@ from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.generation.responses import Key
 from rl.rewards.pool import RewardArgs, ScoringPool
-from rl.rewards.tape import Tape
+from user_code.tape import Tape
 
 CODE = '''
 import os

@@ -8,9 +8,9 @@ from families import FAMILIES, OTHERS, end_tokens, tokenizer_of
 
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
-from rl.data.tools import KNOWN, Tools
-from rl.environments.turns import Turns
 from rl.errors import UserError
+from user_code.tools import KNOWN, Tools
+from user_code.turns import Turns
 
 TOOL = {
     "type": "function",

@@ -16,9 +16,9 @@ from test_pool import environments
 import train_async
 from rl import parts
 from rl.data.prompts import Prompt
-from rl.environments.turns import Turns
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
+from user_code.turns import Turns
 
 trl = pytest.importorskip("trl")
 

@@ -5,9 +5,9 @@ from families import FAMILIES, WIDE, end_tokens, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.environments.programs import EpisodeProgram
-from rl.environments.turns import Turns
 from rl.errors import UserError
+from user_code.programs import EpisodeProgram
+from user_code.turns import Turns
 
 SCHEMA = {
     "type": "function",

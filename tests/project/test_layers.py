@@ -11,9 +11,10 @@ from helpers import ROOT
 
 LAYERS = [
     ["errors", "printable", "masking", "background"],
-    ["parts", "user_file"],
+    ["parts", "images"],
+    ["user_code"],
     ["ranges", "class_check"],
-    ["children", "ranks"],
+    ["ranks"],
     ["transport"],
     ["split"],
     ["hub"],
@@ -37,7 +38,8 @@ LAYERS = [
     ["from_verl", "doctor", "command"],
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-HOUSES = ("rl", "tools")  # what a training process imports, and what a person runs around it
+HOUSES = ("rl", "tools")  # what a training process imports, and what a person runs around it; each folder is a room
+USERS = "user_code"  # the processes that run the user's code: one room
 MOST_FILES = 16  # in a folder, __init__.py aside
 TOOLS = {"plan"}  # not read for a run
 BEFORE_VLLM = ROOT / "rl" / "generation" / "vllm"  # its sign sets what vLLM reads as it is imported, before any file imports it
@@ -47,12 +49,15 @@ def imported(file: Path) -> Iterator[str]:
     """Return the folders of HOUSES that the file imports, including imports within functions and for annotations."""
     for name in modules_imported(file):
         house, *rooms = name.split(".")
-        if house in HOUSES and rooms:
+        if house == USERS:
+            yield house
+        elif house in HOUSES and rooms:
             yield rooms[0]
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Return (folder, file) for all of HOUSES."""
+    """Return (room, file) for all of HOUSES and USERS."""
+    yield from ((USERS, file) for file in sorted((ROOT / USERS).rglob("*.py")))
     for house in HOUSES:
         for file in sorted((ROOT / house).rglob("*.py")):
             room = file.relative_to(ROOT / house).with_suffix("").parts[0]
@@ -121,12 +126,12 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
     rooms = """adapters algorithm.critic algorithm.staleness algorithm.teacher algorithm.words checkpoint.push checkpoint.resume
-        data.demonstrations data.files data.image_prompts data.teacher_prompts data.tools environments.named environments.pool
+        data.demonstrations data.files data.image_prompts data.teacher_prompts environments.named environments.pool
         generation.episodes generation.vllm learning.batch_images learning.compact_adamw model.attention_kernels
         model.compiled model.expert_parallel model.hybrid model.liger model.router model.sampling_mask
-        model.sequence_parallel model.vision_forward record.loggers children rewards.host rewards.outages rewards.scorers
-        rewards.trl_functions samples.split_schedule split split_run supervised transport user_file"""
-    names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader"]
+        model.sequence_parallel model.vision_forward record.loggers rewards.outages rewards.scorers
+        rewards.trl_functions samples.split_schedule split split_run supervised transport images"""
+    names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader", "user_code"]
     names += ["datasets", "liger_kernel", "mlflow", "openai", "peft", "vllm", "wandb"]
     code = f"import sys, train_sync; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -11,9 +11,9 @@ from test_scoring import FOREVER, drain
 
 from program_grader import extract, grade, sandbox, verdict
 from program_grader.cases import read_cases, same_text, same_value
-from rl.environments.programs import Programs
 from rl.rewards.pool import RewardArgs, ScoringPool
-from rl.user_file import import_file
+from user_code.files import import_file
+from user_code.programs import Programs
 
 pytestmark = pytest.mark.timeout(300)
 DOUBLE = {"inputs": ["1\n", "2\n", "30\n", "-4\n"], "outputs": ["2\n", "4\n", "60\n", "-8\n"]}

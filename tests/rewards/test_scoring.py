@@ -14,10 +14,11 @@ from helpers import ROOT, cpu_limit, eventually, train
 
 from rl.errors import UserError
 from rl.ranges import check
-from rl.rewards import host, scorers
+from rl.rewards import scorers
 from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
 from rl.rewards.score import Score, as_score, overlong_penalty
 from rl.rewards.verifiers import BUILT_IN, CODE, verifier
+from user_code import scoring
 
 pytestmark = pytest.mark.timeout(200)
 FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches
@@ -178,7 +179,7 @@ def test_an_async_response_that_hangs_is_cancelled_and_one_that_blocks_the_loop_
         submit(pool, "fine", "block", "fine")
         results = drain(pool)
     assert {n: score.event for n, score in results.items()} == {0: None, 1: "timeout", 2: None}
-    assert results[1].message == host.BLOCKED
+    assert results[1].message == scoring.BLOCKED
 
 
 CROWD = """
@@ -206,7 +207,7 @@ def test_an_async_function_works_on_many_responses_at_once(tmp_path):
         submit(pool, *["crowd"] * 16, *["x" * 3000] * 500)
         results = drain(pool)
     assert [results[number].score for number in range(516)] == list(range(516)) and not pool.events
-    assert 16 <= max(score.extra["most"] for score in results.values()) <= host.AT_ONCE
+    assert 16 <= max(score.extra["most"] for score in results.values()) <= scoring.AT_ONCE
     with make_pool(f"{tmp_path / 'mine.py'}:of_a_class") as pool:
         submit(pool, "x")
         assert drain(pool)[0].score == 0.5

@@ -293,7 +293,7 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
     from datasets import Dataset
     from PIL import Image
 
-    from rl.data import images
+    from rl import images
 
     data = io.BytesIO()
     Image.new("RGB", (2000, 10), (255, 0, 0)).save(data, "PNG")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.children.child import children, end_with_parent
-from rl.children.server import python_path
+from user_code.child import children, end_with_parent
+from user_code.server import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0  # seconds that torchrun gets to end its ranks

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rl.data import images
+from rl import images
 from rl.data.args import demo_files
 from rl.data.chat_template import with_defaults
 from rl.data.image_prompts import ImagePrep, Images

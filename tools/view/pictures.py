@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from rl.data import images
+from rl import images
 from rl.data.files import read_table, weights_of
 from rl.data.tables import DEMOS
 from rl.errors import ImageError, UserError

@@ -19,11 +19,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl.children.child import BadValue
-from rl.environments import pictures
+from user_code import pictures
+from user_code.child import BadValue
 
 if TYPE_CHECKING:
-    from rl.environments.turns import Turns
+    from user_code.turns import Turns
 
 OF_THE_MACHINE = OSError, MemoryError, ImportError  # not shown to the model: its call is not at fault
 OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # shown: a wrong path
@@ -246,7 +246,7 @@ class Programs:
 
     @property
     def restores(self) -> bool:
-        """Whether an episode can continue without playing its turns again (taped.py)."""
+        """Whether an episode can continue without playing its turns again (tape.py)."""
         keeps = any(getattr(function, "keeps_state", False) for function in self.functions.values())
         return self.has_state if self.cls else not keeps
 

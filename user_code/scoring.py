@@ -1,11 +1,12 @@
-"""The scoring processes of a rank: `python -m rl.rewards.host`, started by rl/rewards/scorers.py.
+"""The scoring processes of a rank: `python -m user_code.scoring`, started by rl/rewards/scorers.py.
 
-This process hands responses to its children (rl/children/child.py), which call the user's functions or the built-in graders,
+This process hands responses to its children (user_code/child.py), which call the user's functions or the built-in graders,
 and replies to the rank. If a child that worked on several responses is lost, any of them may be at fault: each is scored again,
 alone, so that only the one at fault gets no score. Neither torch nor transformers is imported, so a child starts quickly.
 """
 
 import asyncio
+import importlib
 import inspect
 import json
 import resource
@@ -16,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.children import child
-from rl.children.child import BadValue, Child, Children, Died
 from rl.errors import UserError
-from rl.user_file import import_file, split_code
+from user_code import child
+from user_code.child import BadValue, Child, Children, Died
+from user_code.files import import_file, split_code
 
 START_LIMIT = 60  # seconds that a child may take to import the user's file
 FIRST_CALL = 60  # extra seconds for the very first response: the function may import or load something
@@ -54,6 +55,9 @@ class Scorer:
                 if not callable(function):
                     raise UserError(f"{path} has no function {name!r}")
                 self._calls.append((function, ARGUMENTS + _further(name, function)))
+        else:
+            module, _, name = settings["built_in"].partition(":")
+            self._grade = getattr(importlib.import_module(module), name)
         if any(_is_async(function) for function, _ in self._calls):
             self._loop = asyncio.new_event_loop()
 
@@ -95,9 +99,7 @@ class Scorer:
         """Return the reply for a response."""
         try:
             if not self._calls:
-                from rl.rewards.verifiers import grade  # late: only the built-in graders need it
-
-                return _as_json(grade(**item))
+                return _as_json(self._grade(**item))
             values = []
             for function, names in self._calls:
                 value = function(**{name: item[name] for name in names})

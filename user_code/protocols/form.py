@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.children.child import BadValue
-from rl.environments import pictures
+from user_code import pictures
+from user_code.child import BadValue
 
 MODEL = "policy"
 

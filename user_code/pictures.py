@@ -15,8 +15,8 @@ import io
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl.children.child import BadValue
 from rl.errors import ImageError
+from user_code.child import BadValue
 
 MARK = "\ue001"  # a private-use character, which is removed from text
 TEXT_ALONE = "an image, and --model takes text alone: take a model of images and text (docs/images.md)"
@@ -95,7 +95,7 @@ def _file(value: Any) -> bytes:
     import numpy as np  # late: few environments have images
     from PIL import Image
 
-    from rl.data.images import to_rgb
+    from rl.images import to_rgb
 
     try:
         if isinstance(value, str):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.children.child import Children, adopt_orphans, how_it_ended
-from rl.environments.protocols import form
+from user_code.child import Children, adopt_orphans, how_it_ended
+from user_code.protocols import form
 
 LARGEST = 1 << 26  # bytes of a line that it prints
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open
@@ -40,7 +40,7 @@ class Command:
         environment = os.environ | variables | {"EPISODE_SEED": str(offer["seed"]), "EPISODE_SPLIT": offer["split"]}
         for name in ("NO_PROXY", "no_proxy"):
             environment[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-        root = str(Path(__file__).resolve().parents[2])  # was added for this process
+        root = str(Path(__file__).resolve().parents[1])  # was added for this process
         environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(root).removeprefix(os.pathsep)
         with tempfile.TemporaryFile() as row:
             row.write(json.dumps(offer["row"]).encode())

@@ -6,8 +6,8 @@ Left out: options that would change the policy's sampling.
 import time
 from collections.abc import AsyncIterator
 
-from rl.environments.protocols import form
-from rl.environments.protocols.form import Answer, Call, Refused
+from user_code.protocols import form
+from user_code.protocols.form import Answer, Call, Refused
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 

@@ -1,5 +1,5 @@
-"""A process of the rank's that runs the user's code: reward functions (rl/rewards/host.py), or environments and agents
-(rl/environments/worker.py). It forks the processes of rl/children/child.py, and ends them when the rank closes or ends.
+"""A process of the rank's that runs the user's code: reward functions (user_code/scoring.py), or environments and agents
+(user_code/worker.py). It forks the processes of user_code/child.py, and ends them when the rank closes or ends.
 
 Both send each other lines of JSON over a socket; nothing is pickled. What the user's code prints goes to stderr, up to a limit.
 """
@@ -47,7 +47,7 @@ class Server:
         whose: for what is printed."""
         self._flag = flag
         self._socket, theirs = socket.socketpair()
-        environment = environment | {"PYTHONPATH": python_path(str(Path(__file__).resolve().parents[2]))}
+        environment = environment | {"PYTHONPATH": python_path(str(Path(__file__).resolve().parents[1]))}
         pipes = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         self._process = subprocess.Popen([sys.executable, "-m", module], env=environment, start_new_session=True, **pipes)
         theirs.close()

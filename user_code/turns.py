@@ -13,11 +13,11 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from rl.children.child import BadValue
-from rl.data.tools import KNOWN, Tools
-from rl.environments import pictures
-from rl.environments.calls import format_of, parse
 from rl.errors import UserError
+from user_code import pictures
+from user_code.calls import format_of, parse
+from user_code.child import BadValue
+from user_code.tools import KNOWN, Tools
 
 MARK = "mark7f3a"  # in place of the model's text
 BREAK = "\ue000"  # cuts the name of a special token in an answer; a private-use character, removed from answers
@@ -55,7 +55,7 @@ class Turns:
         images: tuple[int, list[int]] | None = None,
     ):
         """schemas: of the tools, in the form for chat templates; system: what the template says where there is no system
-        message; images: the image token, and the fields of rl.data.images.Cut, if the model takes images. Raise UserError for
+        message; images: the image token, and the fields of rl.images.Cut, if the model takes images. Raise UserError for
         an unsuitable chat template."""
         self.tokenizer = tokenizer
         self._images = images
@@ -146,7 +146,7 @@ class Turns:
         files = _images_of(messages)
         if not files:
             return ids
-        from rl.data.images import Cut, size
+        from rl.images import Cut, size
 
         image_token, cut = self._images
         counts = [Cut(*cut).count(*size(file)) for file in files]
