@@ -4,12 +4,3 @@ command.py reads a verl command or shell script, table.py has every key out of t
 translate, meanings.py, algorithm.py, split.py and supervised.py interpret its values, translate.py puts all together, and
 __main__.py is the command line. docs/make.py makes docs/generated/verl-keys.md from the tables.
 """
-
-from pathlib import Path
-
-import yaml
-
-
-def data(name: str) -> dict | list:
-    """Return what a YAML file of this folder has."""
-    return yaml.safe_load((Path(__file__).parent / name).read_text())

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from tools.from_verl import data
 from tools.from_verl.command import Command
+from tools.from_verl.verl_run import data
 
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)(_|S?$)", re.IGNORECASE)
 OF_A_KEY = re.compile(r".*env_vars\.(\w+)")  # ray_kwargs.ray_init.runtime_env.env_vars.NAME

@@ -4,8 +4,7 @@ import re
 from typing import NamedTuple
 
 from rl.errors import UserError
-from tools.from_verl import data
-from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC
+from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC, data
 
 TRAINERS = {  # part of a module's name -> our script, unless keys say otherwise; the first that is found counts
     "fully_async": ASYNC,

@@ -16,9 +16,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Literal
 
-from tools.from_verl import data
 from tools.from_verl.command import parse_value
-from tools.from_verl.verl_run import Run, in_full
+from tools.from_verl.verl_run import Run, data, in_full
 
 TRANSLATED, NOT_NEEDED, NOT_HERE = "translated", "not needed", "not here"
 

@@ -1,6 +1,9 @@
 """A verl run to translate: the keys that were given, verl's defaults for the others, and the remarks to print."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 SYNC, ONE_STEP_OFF, ASYNC, SFT = "train_sync.py", "train_one_step_off.py", "train_async.py", "train_sft.py"
 V1 = "trainer.v1."  # keys of verl's newer trainer
@@ -77,3 +80,8 @@ def in_full(keys: str) -> str:
 
 def listed(value: object) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def data(name: str) -> dict | list:
+    """Return what a YAML file of this folder has."""
+    return yaml.safe_load((Path(__file__).parent / name).read_text())
