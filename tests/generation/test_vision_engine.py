@@ -79,17 +79,3 @@ def test_log_probs_are_the_models_after_each_of_four_publishes(vlms, rows, kind,
             expected = along_the_versions(models, prompts[i], output)
         allowed = 1e-3 if kind == "qwen3.5" else 1e-4  # it decodes by a recurrence what a forward pass computes in chunks
         torch.testing.assert_close(torch.tensor(output.log_probs), expected.detach(), atol=allowed, rtol=0)
-
-
-def test_prompts_of_the_same_ids_with_other_images_are_not_mistaken(vlms, rows):  # noqa: F811
-    prompts = list(dataset(vlms["qwen3-vl"], rows))
-    assert prompts[0].ids == prompts[3].ids and ROWS[0]["images"] != ROWS[3]["images"]
-    engine = TransformersEngine(vlms["qwen3-vl"], max_length=120)
-    params = SamplingParams(max_tokens=4, temperature=0.0)
-    first, other = (Request(i, prompts[i].ids, params, 0, images=prompts[i].images) for i in (0, 3))
-    both = drain(engine, [first, other])
-    assert both[0].log_probs != both[3].log_probs
-    for request in (first, other):
-        alone = drain(TransformersEngine(vlms["qwen3-vl"], max_length=120), [request])[request.id]
-        assert alone.token_ids == both[request.id].token_ids
-        torch.testing.assert_close(alone.log_probs, both[request.id].log_probs, atol=1e-5, rtol=0)
