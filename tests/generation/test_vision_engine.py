@@ -17,7 +17,7 @@ CHANGES = ["model.visual.", "model.language_model.", "", "model.visual."]  # wha
 
 def requests_of(prompts, n: int, max_tokens: int) -> list[Request]:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    pairs = [(i, j) for i in range(len(prompts)) for j in range(n)]
+    pairs = [(i, j) for j in range(n) for i in range(len(prompts))]
     return [Request((i, j), prompts[i].ids, params, request_seed(3, i, j), images=prompts[i].images) for i, j in pairs]
 
 
@@ -55,7 +55,7 @@ def along_the_versions(models: list, prompt, output) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_log_probs_are_the_models_after_each_of_four_publishes(vlms, rows, kind, recompute):  # noqa: F811
-    """With running and waiting requests, some with the same ids but different images."""
+    """With running and waiting requests; among those that begin together are two with the same ids but different images."""
     prompts = list(dataset(vlms[kind], rows))
     model = AutoModelForImageTextToText.from_pretrained(vlms[kind])
     engine, models = TransformersEngine(vlms[kind], max_length=120, max_num_seqs=6), [copy.deepcopy(model)]
