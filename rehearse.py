@@ -20,10 +20,9 @@ from typing import Literal, NamedTuple
 
 import tyro
 
-from rl.data.columns import ground_truth, source_of
 from rl.data.files import read_table, weights_of
 from rl.data.mapped import mapped
-from rl.data.tables import place
+from rl.data.tables import ground_truth, place, source_of
 from rl.environments import named
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError

@@ -38,18 +38,6 @@ def demo_model() -> str:
 
 
 @pytest.fixture(scope="session")
-def demo_moe_model() -> str:
-    """The demo's mixture of experts."""
-    return demo("demo-moe")
-
-
-@pytest.fixture(scope="session")
-def demo_hybrid_model() -> str:
-    """The model of the demo with a gated delta net."""
-    return demo("demo-hybrid")
-
-
-@pytest.fixture(scope="session")
 def demo_vl_model() -> str:
     """The model of the demo with images."""
     return demo("demo-vl")

@@ -11,8 +11,7 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.learning.batch import Batch
-from rl.learning.division import Division, pack
+from rl.learning.batch import Batch, Division, pack
 from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model.attention import SHORT, Packed
 from rl.ranks.dist import Ranks
@@ -86,9 +85,7 @@ def test_ranks_wait_for_the_slowest_no_longer_than_with_small_runs(ranks):
 def test_each_mini_batch_of_a_batch_is_planned_once(monkeypatch):
     """The nodes, the batch and the step share one plan."""
     planned, whole = [], Batch.of(groups := [make_group(ticket, range(1, 9)) for ticket in range(7)])
-    monkeypatch.setattr(
-        "rl.learning.division.pack", lambda lengths, *rest: planned.append(len(lengths)) or pack(lengths, *rest)
-    )
+    monkeypatch.setattr("rl.learning.batch.pack", lambda lengths, *rest: planned.append(len(lengths)) or pack(lengths, *rest))
     for rank in range(3):
         ranks = Ranks(rank, 3, rank, torch.device("cpu"))
         division = Division(3, 20, ranks)

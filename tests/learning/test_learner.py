@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
-from rl.learning.learner import Learner
+from rl.learning.learner import Learner, lr_factor
 from rl.learning.micro_batches import micro_batches
-from rl.learning.optimizer import lr_factor
 from rl.model import log_probs as log_probs_module
 
 

@@ -1,13 +1,12 @@
 """Started under torchrun by test_split.py: train_async.py with an addition that $ROUGH names.
 
 slow: both roles take their time, and the first batch is not trained before all that may start has started, so that some of it
-gets old; slow-decoding: the generators take more of it, and once wait amid responses for the publish. learner, generator: that
-role raises after some steps; killed-...: it is killed.
+gets old; slow-decoding: the generators take more of it, and once wait amid responses for the publish. learner: it raises after
+some steps.
 """
 
 import os
 import random
-import signal
 import time
 
 import train_async
@@ -18,19 +17,9 @@ from rl.samples.channel import ControlBlock
 from rl.samples.tickets import started
 from rl.split import init_split
 
-how, calls = os.environ["ROUGH"], 0
+how, updates = os.environ["ROUGH"], 0
 learn, score, init = train_async.learn, Generator.score, ControlBlock.__init__
 control, finished = None, 0
-
-
-def strike(who: str, after: int) -> None:
-    global calls
-    calls += 1
-    if how.endswith(who) and calls == after:
-        print("struck", flush=True)
-        if how.startswith("killed"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError(f"the {who} has had enough")
 
 
 def wait_until(done) -> None:
@@ -47,8 +36,11 @@ def rough_init(self, split):
 
 
 def rough_learn(*arguments):
-    strike("learner", 4)
-    if how == "slow" and calls == 1:
+    global updates
+    updates += 1
+    if how == "learner" and updates == 4:
+        raise RuntimeError("the learner has had enough")
+    if how == "slow" and updates == 1:
         wait_until(lambda: started(control.store) >= args.schedule.quota(0))
     if how.startswith("slow"):
         time.sleep(random.uniform(0, 0.2))
@@ -57,7 +49,6 @@ def rough_learn(*arguments):
 
 def rough_score(generator, *arguments, **keywords):
     global finished
-    strike("generator", 60)
     amid = any(output.token_ids for output in generator.engine.unfinished())
     if how == "slow-decoding" and finished >= args.schedule.prompts_per_step * args.schedule.publish_every and amid:
         wait_until(lambda: control.read().version > generator.engine.version)  # the learners have what they need for it

@@ -167,33 +167,15 @@ def test_a_fork_trains_and_resumes(name, demo_model, tmp_path):
     assert weights[0] == weights[-1], "resumed after step 2 it is the same run"
 
 
-def measured(name: str, tmp_path: Path) -> list:
-    """Return what the fork's program in tests/programs measures."""
+@pytest.mark.runs
+@pytest.mark.parametrize(("name", "most"), [("score_centering", 1e-5), ("repetition_penalty", 1e-4), ("imitation", 3e-5)])
+def test_what_a_fork_adds_has_the_gradient_of_its_definition(name, most, tmp_path):
+    """By transformers, of tokens that other weights sampled, packed or one by one. Without its term it is another."""
     apply(name, tmp_path / "tree")
     env = {"PYTHONPATH": str(tmp_path / "tree")}
-    done = run_script(ROOT / "tests" / "programs" / f"{name}.py", tmp_path, imported="packages", env=env)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.runs
-def test_a_centered_step_has_the_gradient_of_its_definition(tmp_path):
-    """Of tokens that other weights sampled, with what the engine recorded about them."""
-    error, without_the_baseline = measured("score_centering", tmp_path)
-    assert error < 1e-5 and without_the_baseline > 0.1
-
-
-@pytest.mark.runs
-def test_penalised_log_probs_and_their_gradient_are_those_of_transformers(tmp_path):
-    """Of the engine and of the learner, whose gradient is another without the penalty."""
-    penalised, plain = measured("repetition_penalty", tmp_path)
-    assert max(penalised) < 1e-4 and min(plain) > 0.1
-
-
-@pytest.mark.runs
-def test_demonstrations_add_transformers_gradient_with_their_own_denominator(tmp_path):
-    """In all scripts, packed or one by one."""
-    errors = measured("imitation", tmp_path)
-    assert len(errors) == 3 * 2 * 3 and max(errors) < 3e-5
+    done = run_script(ROOT / "tests/programs/gradients_of_forks.py", name, tmp_path, imported="packages", env=env)
+    errors, without = json.loads(done.stdout.splitlines()[-1])
+    assert max(errors) < most and min(without, default=1) > 0.1
 
 
 OF_GROUPS = """

@@ -100,6 +100,7 @@ def test_after_sigkill_the_last_line_names_the_rank(script, rank, name, demo_mod
     killed = rf"error: {name.partition(' (')[0]} \((rank \d, )?process \d+\) ended without a message: .* SIGKILL"
     assert code == 1 and re.match(killed, lines[-1]), console
     assert sum(not line.startswith("step ") for line in lines) == 1 and "SIGTERM to" not in console, console
+    assert "forcefully exiting via" not in console
     assert not [*tmp_path.glob("run/step_*[0-9]")], "nobody has asked for a checkpoint"
 
 

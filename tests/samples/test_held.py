@@ -12,7 +12,6 @@ from rl import generator_loop, parts
 from rl.data.prompts import Prompt
 from rl.generation.generator import Generator
 from rl.ranks.timers import Timers
-from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import Outbox, State
 from rl.samples.stream import Stream
 from rl.samples.tickets import Tickets, open_tickets
@@ -112,12 +111,6 @@ def test_held_by_the_bound_worked_out_by_hand(monkeypatch):
     rows = metrics_of(World(parts.make(train_async.Args, **flags), steps=3).run(monkeypatch))
     assert [row["fully_async/rollouter/held_ratio"] for row in rows[1:]] == pytest.approx([4 / 7, 4 / 6, 0], abs=0.03)
     assert [row["fully_async/rollouter/idle_ratio"] for row in rows[1:]] == pytest.approx([4 / 7, 4 / 6, 5 / 6], abs=0.03)
-
-
-def test_the_bound_of_the_first_seed_is_verls():
-    """64 prompts a mini-batch, a publish after 4 steps, 0.2 of a period ahead: int(64 * 1.2 * 4)."""
-    args = parts.make(train_async.Args, ppo_mini_batch_size=64, publish_every=4, staleness_threshold=0.2)
-    assert SampleBuffer(args.schedule).metrics(started=0)["fully_async/count/max_required_samples"] == 307
 
 
 def test_tickets_say_why_none_starts():

@@ -4,9 +4,8 @@ import dataclasses
 import json
 import re
 import sys
-import types
 from dataclasses import dataclass
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal
 
 import pytest
 import yaml
@@ -20,26 +19,11 @@ import train_sft
 import train_sync
 from rl import flags, flags_help, parts
 from rl.errors import UserError
-from rl.ranges import Range, check, flag, marks
+from rl.ranges import Range, check, flag
 from rl.ranks import launch
 from rl.setup import values_of_the_demo
 
 SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
-
-
-def kinds(hint) -> set[type]:
-    """The plain types that an annotation allows."""
-    if get_origin(hint) in (types.UnionType, Union):
-        return set().union(*map(kinds, get_args(hint)))
-    return {hint} if isinstance(hint, type) else set()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_number_has_a_range_that_holds_its_default(script):
-    args = SCRIPTS[script].Args
-    numbers = {name for name, leaf in parts.leaves(args).items() if kinds(leaf.type) & {int, float}}
-    assert len(numbers) > 40 and numbers == set(marks(args, Range))
-    check(args())
 
 
 @dataclass

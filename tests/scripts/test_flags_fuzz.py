@@ -14,15 +14,13 @@ import pytest
 from helpers import run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_flags import SCRIPTS
 
-import train_async
-import train_one_step_off
 import train_sync
 from rl import flags, parts
 from rl.errors import UserError
 from rl.ranges import Range, check, flag, marks
 
-SCRIPTS = {"sync": train_sync, "one_step_off": train_one_step_off, "async": train_async}
 SECONDS = 60  # without an end are a hang; a step or a message takes one or two on a quiet machine
 BASE = {"total_training_steps": 1, "train_batch_size": 2, "rollout_n": 2, "max_response_length": 4, "test_freq": 1}
 BASE |= {"train_max_samples": 3, "val_max_samples": 2}
@@ -65,8 +63,11 @@ def kind_of(hint) -> type | None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_number_beyond_its_range_is_refused_by_name(script):
+def test_every_number_has_a_range_and_beyond_it_is_refused_by_name(script):
     args = SCRIPTS[script].Args
+    numbers = {name for name, leaf in parts.leaves(args).items() if kind_of(leaf.type)}
+    assert len(numbers) > 40 and numbers == set(marks(args, Range))
+    check(args())
     for name, limits in marks(args, Range).items():
         for value in beyond(limits, kind_of(parts.leaves(args)[name].type)):
             with pytest.raises(UserError, match=f"^{flag(name)} must be .*it is ") as raised:

