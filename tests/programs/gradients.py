@@ -1,10 +1,9 @@
 """Started by test_learner.py: computes log-probs and the gradient of a batch, divided into micro-batches by each of the token
-budgets.
+budgets. Then the last rank's gradient is not finite, and all ranks must leave out the update.
 
-torchrun ... gradients.py MODEL OUT JSON       {"budgets": [...], "groups": n, "responses": n, "logits_at_once": n, "flags": {}}
+torchrun ... gradients.py MODEL OUT True|False          whether with gradient checkpointing
 """
 
-import json
 import sys
 
 import numpy as np
@@ -15,21 +14,20 @@ from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
-from rl.model import policy
 from rl.ranks import dist, process
+
+BUDGETS = [32, 100, 4096]
 
 
 def main(ranks):
-    model, out, what = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    policy.LOGITS_AT_ONCE = what.get("logits_at_once") or policy.LOGITS_AT_ONCE
-    n, options = what["responses"], what["flags"]
+    model, out, checkpointing = sys.argv[1:]
     rng = np.random.default_rng(0)
-    groups = [make_group(t, rng.integers(1, 20, n), prompt=int(rng.integers(1, 12)), rng=rng) for t in range(what["groups"])]
-    batch = Batch.of(groups)
+    batch = Batch.of([make_group(t, rng.integers(1, 20, 3), prompt=int(rng.integers(1, 12)), rng=rng) for t in range(5)])
     weight = torch.from_numpy(rng.standard_normal(len(batch.token))).float()
-    learner = Learner(model, LearnerArgs(lr_warmup_steps=0, **options), ranks, 10, temperature=0.7, with_reference=True)
+    args = LearnerArgs(lr_warmup_steps=0, gradient_checkpointing=checkpointing == "True")
+    learner = Learner(model, args, ranks, 10, temperature=0.7, with_reference=True)
     result = {}
-    for budget in what["budgets"]:
+    for budget in BUDGETS:
         micros = micro_batches(batch, torch.arange(len(batch.lengths)), budget, ranks)
         for name, which in {"log_prob": "policy", "ref": "reference"}.items():
             own = learner.log_probs_of(which, batch, [micros])  # 0 for tokens of other ranks
@@ -45,6 +43,14 @@ def main(ranks):
     if ranks.is_main:
         inputs = {"token": batch.token, "lengths": batch.lengths, "prompts": [p.tolist() for p in batch.prompts]}
         torch.save({"names": names, **result, **inputs, "weight": weight}, out)
+    before = {name: tensor.clone() for name, tensor in learner.weights()}
+    for factor, moves in ((float("nan"), False), (1.0, True)):
+        for micro in micros:
+            (learner.forward(micro).log_prob.sum() * (factor if ranks.rank == ranks.world_size - 1 else 1.0)).backward()
+        metrics = learner.step()
+        after = dict(learner.weights())
+        assert any(not torch.equal(before[name], after[name]) for name in before) == moves, factor
+        assert metrics["actor/skipped_steps"] == 1, "they are counted"
 
 
 process.run(main)
