@@ -1,5 +1,4 @@
-"""Weights are those that transformers reads, and no rank holds the whole model. That each learner reads its own part is asked by
-test_layouts.py."""
+"""Weights are those that transformers reads, and no rank holds the whole model. Its own part of them: test_layouts.py."""
 
 import json
 import re
