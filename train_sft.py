@@ -18,8 +18,7 @@ from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.whole_batch import LossMeans
 from rl.data.job import Job
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import dist, process

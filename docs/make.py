@@ -133,14 +133,14 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "one step of `train_sync.py`",
         {
             "the algorithm, and every formula": "train_sync.py losses.py",
-            "samples -> mini-batches -> gradients": "rl/learning/{batch,division,learner,micro_batches,optimizer}.py "
-            "rl/learning/throughput.py rl/algorithm/{whole_batch,metrics,fates,health,texts,args}.py",
+            "samples -> mini-batches -> gradients": "rl/learning/{batch,learner,micro_batches}.py "
+            "rl/algorithm/{whole_batch,metrics,health,args}.py",
             "the forward pass over packed rows": "rl/model/{policy,attention,packing}.py rl/ranks/shards.py",
             "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
-            "rl/generation/embedded/{engine,decoding,kv_cache}.py rl/data/{prompts,columns,tables}.py "
+            "rl/generation/embedded/{engine,decoding}.py rl/data/{prompts,tables}.py "
             "rl/samples/{group,schedule}.py",
             "responses -> scores": "rl/rewards/{pool,score,verifiers,args}.py",
-            "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/{run,console}.py "
+            "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/run.py "
             "rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },
     ),

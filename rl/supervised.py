@@ -13,8 +13,7 @@ from rl.data.demonstrations import DemonstrationArgs, Demonstrations
 from rl.data.job import Job, order_of
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.model.pretrained import end_token_ids, takes_images
 from rl.ranges import Range
 from rl.record.run import LogArgs

@@ -10,19 +10,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rl.algorithm.fates import Fates, SourceCounts
-from rl.algorithm.health import Health
-from rl.algorithm.metrics import batch_metrics, hardly_scored, rollout_metrics, validation_metrics
-from rl.algorithm.texts import text_metrics
+from rl.algorithm.health import Health, text_metrics
+from rl.algorithm.metrics import (
+    Fates,
+    SourceCounts,
+    batch_metrics,
+    hardly_scored,
+    perf_metrics,
+    rollout_metrics,
+    validation_metrics,
+)
 from rl.checkpoint.files import Resumed
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
 from rl.errors import Stopped, UserError
 from rl.generation.generator import Generator
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.learning.learner import Learner
-from rl.learning.throughput import perf_metrics
 from rl.ranks import dist, launch, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations

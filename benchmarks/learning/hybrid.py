@@ -28,8 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 import train_sync
 from examples.demo.sums import build_tokenizer
 from rl.flags import read
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches, tokens_of
 from rl.model.attention import ATTENTION

@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM
 
 import train_sync
 from rl.flags import read
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.model.attention import ATTENTION

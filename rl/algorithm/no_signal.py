@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from rl.algorithm.fates import OF_REJECTION, Fates
+from rl.algorithm.metrics import OF_REJECTION, Fates
 from rl.learning.batch import Batch
 
 REJECTED, UNSCORED, MASKED, TRUNCATED, EQUAL, OTHER = "rejected", "unscored", "masked", "truncated", "equal_scores", "other"

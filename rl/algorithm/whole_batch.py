@@ -188,7 +188,7 @@ def forward_only(batch: Batch, micros: list[list[MicroBatch]]) -> list[list[Micr
     Responses whose advantages are all 0 train nothing, because their part of the loss and its gradient are 0. They only get the
     forward pass, for the metrics: a third of the arithmetic. With a group-wise estimator these are all responses of flat
     groups, whose scores are equal because the prompt is too easy or too hard: on many tasks half of a batch or more. They get
-    separate micro-batches if that saves time (`pack_apart` in rl/learning/division.py). The gradient is the same sum without
+    separate micro-batches if that saves time (`pack_apart` in rl/learning/batch.py). The gradient is the same sum without
     its zeros, equal up to rounding; metrics include all tokens."""
     trains = batch.trained & (batch.targets.advantage != 0)
     trained = [[int(trains[micro.index].count_nonzero()) for micro in of_mini] for of_mini in micros]

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.args import DataArgs
-from rl.data.columns import TRUTHS, check_columns, check_row, ground_truth, source_of
 from rl.data.measured import Measured, measure
-from rl.data.tables import DEMOS, Rows, demo_table, place
+from rl.data.tables import DEMOS, TRUTHS, Rows, check_columns, check_row, demo_table, ground_truth, place, source_of
 from rl.errors import ImageError, UserError
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from rl.data.columns import ground_truth
 from rl.data.measured import Measured
 from rl.data.prompts import PromptDataset, PromptOrder, Text
+from rl.data.tables import ground_truth
 from rl.errors import UserError
 
 NAME = re.compile(r"\{(\w+)\}")

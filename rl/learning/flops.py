@@ -2,8 +2,7 @@
 
 from transformers import PretrainedConfig
 
-from rl.learning.batch import Batch
-from rl.learning.division import OF_BACKWARD
+from rl.learning.batch import OF_BACKWARD, Batch
 from rl.model.attention import linear_layers
 
 

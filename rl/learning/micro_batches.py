@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rl.learning.batch import Batch
-from rl.learning.division import Division, Plan
+from rl.learning.batch import Batch, Division, Plan
 from rl.model.attention import Packed
 from rl.ranks.device import moved
 from rl.ranks.dist import Ranks

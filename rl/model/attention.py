@@ -3,7 +3,7 @@
 A Hugging Face model loaded with `attn_implementation=ATTENTION` calls `attention_forward` in every layer. It hands the
 queries, keys and values to the `layout` object that was passed to the model's forward: `Packed` here (many sequences end
 to end in one row, each attending to itself), or the engine's own layouts, which add a KV cache
-(rl/generation/embedded/kv_cache.py).
+(rl/generation/embedded/decoding.py).
 
 Left out: sliding windows that the run's sequences outgrow, attention sinks, soft-capping. A model that needs them is refused,
 because ignoring them would be silently wrong: `check_supported` reads the config, `attention_forward` looks at what each layer

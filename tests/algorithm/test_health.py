@@ -13,8 +13,8 @@ from helpers import make_group, run_script
 
 import train_sync
 from rl import parts
-from rl.algorithm.fates import KINDS, Fates
 from rl.algorithm.health import Health
+from rl.algorithm.metrics import KINDS, Fates
 from rl.learning.batch import Batch
 from rl.samples.group import Group, Response
 from tools import recorded

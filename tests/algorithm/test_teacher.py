@@ -14,7 +14,7 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
-from rl.algorithm.fates import Fates
+from rl.algorithm.metrics import Fates
 from rl.algorithm.teacher import check_teacher
 from rl.errors import UserError
 from rl.learning.batch import Batch

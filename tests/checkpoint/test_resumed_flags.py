@@ -9,7 +9,7 @@ import pytest
 from helpers import run_script
 from tiny_vlm import save_vlm
 
-from rl.learning.optimizer import OptimizerArgs, lr_factor
+from rl.learning.learner import OptimizerArgs, lr_factor
 
 STEPS, WARM_UP, LR = 8, 2, 1e-3
 FLAGS = ["--total-training-steps", STEPS, "--lr-warmup-steps", WARM_UP, "--lr", LR, "--test-freq", 0, "--save-freq", 1]

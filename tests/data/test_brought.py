@@ -5,7 +5,7 @@ from test_data import dataset, write
 
 import train_sync
 from rl import parts
-from rl.data.columns import ENVIRONMENT, GSM8K
+from rl.data.tables import ENVIRONMENT, GSM8K
 from rl.environments import named
 from rl.errors import UserError
 

@@ -13,9 +13,8 @@ import losses
 import train_sync
 from rl import parts
 from rl.errors import UserError
-from rl.learning import division
-from rl.learning.batch import Batch
-from rl.learning.division import Division, pack, pack_apart
+from rl.learning import batch as batches
+from rl.learning.batch import Batch, Division, pack, pack_apart
 from rl.learning.learner import Learner
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
@@ -27,7 +26,7 @@ OWN = [name for name, loss in losses.POLICY_LOSSES.items() if name == loss.funct
 @pytest.fixture
 def pays(monkeypatch):
     """Make it worthwhile to put a few tokens into a micro-batch of their own."""
-    monkeypatch.setattr(division, "A_PASS", 0)
+    monkeypatch.setattr(batches, "A_PASS", 0)
 
 
 def make_groups(equal=(0, 2)) -> list[Group]:
@@ -131,7 +130,7 @@ def seconds(plan, lengths, prompts, groups, flat) -> float:
     for of_ranks in zip(*plan, strict=True):
         rows = [sum(lengths[i] - prompts[i] for i in m) + sum({groups[i]: prompts[i] for i in m}.values()) for m in of_ranks]
         alone = any(of_ranks) and all(flat[i] for micro in of_ranks for i in micro)
-        total += (division.A_PASS + max(rows)) * (1 / 3 if alone else 1)
+        total += (batches.A_PASS + max(rows)) * (1 / 3 if alone else 1)
     return total
 
 

@@ -26,17 +26,17 @@ import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.critic import Critic
+from rl.algorithm.metrics import perf_metrics
 from rl.algorithm.teacher import Teacher
 from rl.data.prompts import Prompt
 from rl.generation import generator as engines
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
-from rl.learning import compact_adamw, division
-from rl.learning.batch import Batch
+from rl.learning import batch as batches
+from rl.learning import compact_adamw
+from rl.learning.batch import Batch, Division
 from rl.learning.batch_images import BatchImages
-from rl.learning.division import Division
 from rl.learning.learner import Learner
-from rl.learning.throughput import perf_metrics
 from rl.model import policy, sampling_mask
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
@@ -129,7 +129,7 @@ def learn(
     flags = {"dtype": "float32", "max_tokens_per_micro_batch": 160 if images else 64} | flags
     args = parts.make(script.Args, model=path, rollout_n=4, ppo_mini_batch_size=1, **flags)
     groups = [make_group(t, [3, 9, 5, 7], score=0.3 if t in equal else None) for t in range(prompts)]
-    division.A_PASS = 0  # tokens
+    batches.A_PASS = 0  # tokens
     device.LEAST = 512  # bytes: also of small tensors several are cut out of one block
     if args.learner.router_replay == "R3":
         two = np.array([3, 5], np.uint8)  # of each layer's experts

@@ -24,8 +24,7 @@ from rl import parts
 from rl.generation.embedded.engine import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.ranks import process

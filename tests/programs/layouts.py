@@ -26,10 +26,9 @@ from test_vision import dataset
 import train_sync
 from rl import parts
 from rl.data.prompts import PromptOrder
-from rl.learning import division
-from rl.learning.batch import Batch
+from rl.learning import batch as batches
+from rl.learning.batch import Batch, Division
 from rl.learning.batch_images import BatchImages
-from rl.learning.division import Division
 from rl.model.pretrained import load_config
 from rl.ranks import process
 from rl.ranks.timers import Timers
@@ -93,7 +92,7 @@ def learn(model: str, sizes: list[list[int]], flags: dict, ranks, what: dict) ->
 
 def main(ranks) -> None:
     out, what = sys.argv[1], json.loads(sys.argv[2])
-    found, division.A_PASS = {}, 0
+    found, batches.A_PASS = {}, 0
     if what["attention"] != "cpu":
         kernels.give_to_cpu(what["attention"])
     for number, (layout, (model, flags)) in enumerate(what["layouts"].items()):

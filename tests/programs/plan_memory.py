@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import train_sync
 from rl import parts
 from rl.learning import placement
-from rl.learning.batch import Batch
-from rl.learning.division import Division
+from rl.learning.batch import Batch, Division
 from rl.model.pretrained import load_config
 from rl.ranks import dist
 from rl.ranks.dist import Ranks

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rl.record import console
+from rl.record import run
 
 
 def rows(*steps: tuple[float, float, float, float]) -> list[dict[str, float]]:
@@ -19,8 +19,8 @@ def shown(monkeypatch, capsys):
 
     def show(steps: list[dict[str, float]], times: list[float], total: int = 100) -> list[str]:
         clock = iter(times)
-        monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-        log = console.ConsoleLog(total)
+        monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+        log = run.ConsoleLog(total)
         for step, metrics in enumerate(steps, 1):
             log.show(step, metrics)
         return capsys.readouterr().out.splitlines()

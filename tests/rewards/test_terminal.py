@@ -19,7 +19,7 @@ def test_control_characters_are_written_out():
 
 def test_the_console_and_error_messages_write_control_characters_out(capsys, monkeypatch):
     from rl.ranks import process, stops
-    from rl.record.console import ConsoleLog
+    from rl.record.run import ConsoleLog
 
     ConsoleLog(10).say(RAW)
     said = capsys.readouterr().out

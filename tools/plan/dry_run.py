@@ -27,8 +27,7 @@ from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images
 from rl.errors import UserError
 from rl.learning import placement
-from rl.learning.batch import Batch
-from rl.learning.division import Division, pack
+from rl.learning.batch import Batch, Division, pack
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import Weights

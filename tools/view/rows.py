@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.algorithm.texts import SHARES, shares
+from rl.algorithm.health import SHARES, shares
 from rl.record import validations
 from rl.record.run import GROUPS, METRICS
 from rl.samples.group import Group, Response

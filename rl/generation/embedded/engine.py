@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from rl.generation.embedded.decoding import has_fast_path, hidden_states, sample
-from rl.generation.embedded.kv_cache import DecodeLayout, KVCache, PrefillLayout
+from rl.generation.embedded.decoding import DecodeLayout, KVCache, PrefillLayout, has_fast_path, hidden_states, sample
 from rl.generation.engine import Output, Request, check_length, checked
 from rl.model.attention import check_supported, linear_layers
 from rl.model.loading import load_weights
