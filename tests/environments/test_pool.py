@@ -1,9 +1,10 @@
-"""Processes of environments, real ones: what one does costs nobody else anything, and none is left."""
+"""Processes of environments, real ones: what one does costs nobody else anything, none is left, and prints are limited."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from processes import descendants
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
+from user_code import server
 
 RUDE = Path(__file__).parent / "rude.py"
 
@@ -189,6 +191,35 @@ def test_one_that_ends_the_process_they_are_forked_from_does_not_end_the_run(mak
 def test_a_file_that_cannot_be_used_is_a_message(make_pool, spec, said):
     with pytest.raises(UserError, match=f"--env .* has no '{said}' that could be called"):
         make_pool(spec)
+
+
+LOUD = ("prints much", "writes to its files", "has a child print")
+SLACK = 1 << 10  # the lines that say so
+
+
+@pytest.mark.parametrize(("written", "left_out"), [(1 << 20, False), ((1 << 20) + 1, True), (3 << 20, True)])
+def test_the_first_bytes_are_passed_on(written, left_out, capfd, monkeypatch):
+    monkeypatch.setattr(server, "PRINTED", 1 << 20)
+    reading, writing = os.pipe()
+    passing = threading.Thread(target=server._pass_on, args=(os.fdopen(reading, "rb"), "it"))
+    passing.start()
+    with open(writing, "wb") as pipe:
+        pipe.write(b"x" * written)
+    passing.join(60)
+    said = capfd.readouterr().err
+    assert said.count("x") == min(written, 1 << 20) and said.count("warning: what it prints is left out") == left_out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_episodes_show_a_little_however_they_print(make_pool, capfd, monkeypatch):
+    monkeypatch.setattr(server, "PRINTED", 1 << 20)
+    pool = make_pool()
+    assert {what: answer.get("reward") for what, answer in played(pool, *LOUD).items()} == dict.fromkeys(LOUD, 1.0)
+    pool.close()
+    text = capfd.readouterr()
+    assert not text.out and (1 << 20) - SLACK < len(text.err) < (1 << 20) + SLACK
+    assert text.err.count("is left out from here on") == 1
 
 
 @pytest.mark.slow
