@@ -165,10 +165,12 @@ def test_value_loss_equals_slow_loops(lengths, seed, eps):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
-    b = slow.random_batch(lengths, seed)
+@settings(max_examples=25)
+@given(lengths=st.just([]) | LENGTHS, seed=SEEDS, mask_rate=st.sampled_from([0, 0.75, 0.75]))
+def test_values_and_gradients_equal_slow_loops(name, lengths, seed, mask_rate):
+    """Also of batches without any response, or without any trained token. What equals them in any batch is of each response by
+    itself: ranks and micro-batches change nothing."""
+    b = slow.random_batch(lengths, seed, mask_rate)
     low, high, c = CLIPS.get(name, (0.2, 0.28, 1.5))
     mode = losses.default_aggregation("grpo", name)
     x = slow.lists(b)
@@ -185,7 +187,7 @@ def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
     expected, expected_total = reference(x["lp"])
     assert loss.dtype == F64 and total.item() == pytest.approx(expected_total, abs=1e-6)
     assert torch.allclose(loss[b["mask"]], torch.tensor(expected, dtype=F64)[b["mask"]], atol=1e-6)
-    assert all(s.shape == lp.shape and not s.requires_grad for s in stats.values())
+    assert all(s.shape == lp.shape and s.dtype == torch.bool for s in stats.values())
     (gradient,) = torch.autograd.grad(total, lp)
     step = 1e-6
     for t in range(len(lp)):
@@ -195,33 +197,6 @@ def test_values_and_gradients_equal_slow_loops(name, lengths, seed):
 
 
 # ------------------------------------------------------------------------------------------------------- invariances
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12)
-@given(lengths=LENGTHS, seed=SEEDS, parts=st.integers(1, 4))
-def test_ranks_and_micro_batches_change_neither_gradient_nor_statistics(name, lengths, seed, parts):
-    b = slow.random_batch(lengths, seed)
-    mode = losses.default_aggregation("grpo", name)
-    denominator = losses.denominator(b["mask"], b["seq"], mode, len(lengths))
-    chosen = b["seq"] % 2 == 0
-    home = torch.randint(parts, (len(lengths),), generator=torch.Generator().manual_seed(seed))[b["seq"]]
-
-    def run(places):
-        lp = b["lp"].clone().requires_grad_()
-        total, sums = 0.0, {}
-        for p in places:
-            part = {k: v[p] for k, v in b.items() if k not in losses.PER_RESPONSE}
-            loss, stats = call(name, part, lp[p], **({"chosen": chosen[p]} if name in COV else {}))
-            share = losses.aggregate(loss, part["mask"], part["seq"], mode, denominator)
-            total = total + share
-            for key, value in stats.items():
-                sums[key] = sums.get(key, 0.0) + torch.where(part["mask"], value, 0.0).sum().item()
-        return torch.autograd.grad(total, lp)[0], sums
-
-    whole, its_sums = run([torch.ones_like(home, dtype=torch.bool)])
-    cut, sums = run([home == k for k in range(parts)])
-    assert torch.allclose(whole, cut, atol=1e-12) and sums == pytest.approx(its_sums)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -246,21 +221,6 @@ def test_non_finite_log_probs_under_a_zero_mask_stay_out(name):
         assert torch.allclose(loss[m], clean[m])
 
 
-@pytest.mark.parametrize("name", losses.POLICY_LOSSES)
-def test_empty_batches_untrained_rows_defaults_and_dtype(name):
-    extra = lambda b: {"rollout_log_prob": b["roll"]} if name == "decoupled_ppo" else {}  # noqa: E731
-    for b in (slow.random_batch([]), slow.random_batch([2, 3]) | {"mask": torch.zeros(5, dtype=torch.bool)}):
-        b = {k: v.float() if v.dtype == F64 else v for k, v in b.items()}
-        lp = b["lp"].requires_grad_()
-        f = losses.POLICY_LOSSES[name]
-        loss, stats = f(lp, b["old"], b["advantage"], b["mask"], b["seq"], **extra(b))
-        mode = losses.default_aggregation("grpo", name)
-        total = losses.aggregate(loss, b["mask"], b["seq"], mode, 1.0)
-        total.backward()
-        assert loss.dtype == torch.float32 and total == 0 and not lp.grad.any()
-        assert all(s.dtype == torch.bool for s in stats.values())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_huge_ratios_stay_finite(name):
     b = slow.random_batch([2, 2], 3, mask_rate=1.0)
@@ -269,7 +229,7 @@ def test_huge_ratios_stay_finite(name):
     lp = b["lp"].requires_grad_()
     loss, _ = call(name, b, lp)
     (gradient,) = torch.autograd.grad(loss.sum(), lp)
-    assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
+    assert loss.dtype == torch.float32 and torch.isfinite(loss).all() and torch.isfinite(gradient).all()
 
 
 # --------------------------------------------------------------------------------------------------------------- KL
