@@ -157,12 +157,12 @@ def test_a_record_too_large_is_refused_and_the_largest_fits_wherever_the_head_is
 
 
 def test_full_and_empty(ring):
-    with pytest.raises(RingTimeout, match="no record in 0.05 s"):
+    with pytest.raises(RingTimeout, match=r"no record in 0.05 s"):
         ring.get(timeout=0.05)
     ring.put(NOISE[: ring.max_record])
     ring.put(NOISE[: ring.max_record])
     assert ring.occupancy == 1
-    with pytest.raises(RingTimeout, match="no room for 128 bytes in 0.05 s; 100% are in use"):
+    with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% are in use"):
         ring.put(b"x", timeout=0.05)
     assert len(drain(ring)) == 2
     assert ring.occupancy == 0
