@@ -7,21 +7,25 @@ a column of images, with an "<image>" in the text for each (rl/images.py, rl/dat
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import math
 import random
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch.distributed
+from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.args import DataArgs
-from rl.data.measured import Measured, measure
 from rl.data.tables import DEMOS, TRUTHS, Rows, check_columns, check_row, demo_table, ground_truth, place, source_of
 from rl.errors import ImageError, UserError
+from rl.ranks import dist, launch, watchdog
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep, Images
@@ -119,6 +123,43 @@ class FileRows(Sequence):
     def _where(self, row: int) -> str:
         file, number = self._locate(row)
         return place(self.files[file], self.tables[file], number)
+
+
+@dataclass
+class Measured:
+    """The rows that can be used."""
+
+    kept: array = field(default_factory=lambda: array("q"))  # numbers of the rows that can be used
+    truncated: int = 0  # how many of these have prompts that will be cut
+    sources: dict[str, list[int]] = field(default_factory=dict)  # data_source -> [its first row, the number of its rows]
+
+
+def measure(rows: int, what: str, measure_row: Callable[[int, Measured], None]) -> Measured:
+    """Return the findings of all ranks of the default group together. measure_row: adds those of a row, or raises UserError for
+    one that cannot be used, which is an error here rather than in the middle of a run. Collective."""
+    joined = torch.distributed.is_initialized()
+    rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+    own = Measured()
+    error = None
+    part = range(rows * rank // ranks, rows * (rank + 1) // ranks)
+    shown = track(part, f"measuring {what}", transient=True, disable=launch.here().rank != 0)
+    try:
+        with contextlib.closing(shown):  # an error leaves no bar, whose thread could block a later one
+            for row in shown:
+                measure_row(row, own)
+                watchdog.progress()
+    except UserError as found:
+        error = str(found)
+    mine = [[*own.kept], own.truncated, own.sources, error]
+    whole = Measured()
+    for kept, truncated, sources, error in dist.all_gather_values(mine) if joined else [mine]:
+        if error:
+            raise UserError(error)
+        whole.kept.extend(kept)
+        whole.truncated += truncated
+        for source, (first, count) in sources.items():
+            whole.sources.setdefault(source, [first, 0])[1] += count
+    return whole
 
 
 class PromptDataset(FileRows):
