@@ -69,7 +69,7 @@ class Batches(_Samples):
     def __init__(self, args, split: Split):
         super().__init__(args, split)
         self._next = NextTicket()
-        self._gone: dict[str, list[int]] = {"filtered": []}
+        self._gone: list[int] = []  # tickets that the newest batch has left out
         self._left_out: list[Group] = []
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators start
 
@@ -97,14 +97,12 @@ class Batches(_Samples):
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
         self._left_out = [self.inbox.groups.popleft() for _ in range(batch["left_out"])]
-        self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
+        self._gone = self._next.advance(batch["next_ticket"], groups)
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
-        """Return the tickets that were not trained since the last call, by reason."""
-        gone = self._gone
-        self._gone = {"filtered": []}
-        return gone
+        """Return the tickets that the newest batch has left out, by reason."""
+        return {"filtered": self._gone}
 
     def take_left_out(self) -> dict[str, list[Group]]:
         """Return the groups that the newest batch has left out, by reason."""

@@ -61,12 +61,9 @@ class ScriptedPool:
     def hand_back(self, key, score: Score) -> None:
         self.pending.append((key, score))
 
-    def poll(self) -> list:
+    def wait(self, _=0.0) -> list:
         done, self.pending = self.pending, []
         return done
-
-    def wait(self, _) -> list:
-        return self.poll()
 
     def close(self) -> None:
         pass
