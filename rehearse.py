@@ -6,10 +6,11 @@ texts that stop it.
     python rehearse.py --train-files gsm8k/train.parquet --against other.py:score     # the built-in grader, and another one
     python rehearse.py --env my_game.py:Game --record runs/demo             # each text as the model's turns in it; or --tools
 
-The texts are made from rows of the data (tools/rehearse/attacks.py) and scored as in training. A text cheats if it scores
-nearer to a right answer than to nothing. Left out: calls of tools that a policy may invent. Exit code 1 if a text cheats.
+The texts are made from rows of the data (tools/rehearse/attacks.py) and scored as in training. A text cheats if it scores at
+least half way from nothing to a right answer. Left out: calls of tools that a policy may invent. Exit code 1 if a text cheats.
 """
 
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -169,8 +170,8 @@ def score(args: Args, reward: str | None, texts: Sequence[Try]) -> list[Score]:
 
 
 def cheats(texts: Sequence[Try], scores: Sequence[Score]) -> list[tuple[float, Try]]:
-    """Return (score, text) of those that score nearer to the best right answer of their row than to an empty one; if right
-    answers are not worth more than that, of those that score more than both."""
+    """Return (score, text) of those that score at least half way from an empty answer to the best right one of their row; if
+    right answers are not worth more than that, of those that score more."""
     of_rows = defaultdict(list)
     for text, its in zip(texts, scores, strict=True):
         if its.score is not None:
@@ -179,8 +180,8 @@ def cheats(texts: Sequence[Try], scores: Sequence[Score]) -> list[tuple[float, T
     for of_row in of_rows.values():
         low = next((its for its, text in of_row if text.name == "nothing"), 0.0)
         high = max((its for its, text in of_row if text.kind == HONEST), default=low)
-        bound = (low + high) / 2 if high > low else high
-        found += [(its, text) for its, text in of_row if text.kind != HONEST and its > bound]
+        least = (low + high) / 2 if high > low else math.nextafter(high, math.inf)
+        found += [(its, text) for its, text in of_row if text.kind != HONEST and its >= least]
     return found
 
 

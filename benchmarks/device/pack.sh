@@ -35,5 +35,5 @@ size() { du -cm "$@" | tail -1 | cut -f1; }
 tree=$(git ls-files -z --cached --others --exclude-standard | du -cm --files0-from=- 2>/dev/null | tail -1 | cut -f1)
 echo "A copy of the checkout has $tree MiB. Commands there, with what they carry on top:"
 echo "  bash .kit/quarter_hour.sh 1     .whl, .kit and .kit2, $(size .whl .kit .kit2) MiB"
-echo "  bash .kit/quarter_hour.sh 3     .kit3, $(size .kit3) MiB"
-echo "  bash .kit/quarter_hour.sh 2     .kit4, $(size .kit4) MiB"
+echo "  bash .kit/quarter_hour.sh 2     .kit3, $(size .kit3) MiB"
+echo "  bash .kit/quarter_hour.sh 3     .kit4, $(size .kit4) MiB"

@@ -2,7 +2,7 @@
 # On a machine without a network, in a copy of the checkout with what pack.sh made:
 #   bash .kit/quarter_hour.sh PART [SECONDS] [flags of drive.py]
 set -u
-limits=(0 340 160 140)
+limits=(0 340 140 160)
 part=$1
 seconds=${2:-${limits[$part]}}
 started=$(date +%s)

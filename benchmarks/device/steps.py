@@ -74,6 +74,27 @@ class Plan:
         return [(1, machine), (2 if self.toy else 8, right), (2 if self.toy else 1, timed)]
 
     def second(self) -> list[Phase]:
+        own = ROOT / "models" / "smollm2"  # where make_model.py writes it by default
+        model = own if own.exists() else self.work / "models" / "smollm2"
+        gguf = self.work / "smollm2.gguf"  # joined by quarter_hour.sh
+        missing = NO_PIECES if CARRIED.exists() and not (gguf.exists() or model.exists()) else ""
+        make = ["examples/make_model.py", "smollm2", "--out", str(model), *(["--source", str(gguf)] if gguf.exists() else [])]
+        data = self.work / "data" / "times"
+        tasks = ["examples/small_tasks.py", "times", "--out", str(data)]
+        flags = ["--model", str(model), "--train-files", str(data / "train.parquet"), "--val-files", str(data / "test.parquet")]
+        flags += ["--reward", "examples/small_tasks.py:score", "--max-prompt-length", "96", "--max-response-length", "32"]
+        flags += ["--train-batch-size", "8", "--rollout-n", "8", "--lr", "2e-5", "--lr-scheduler-type", "constant"]
+        flags += ["--dtype", "bfloat16", "--test-freq", "25", *(["--val-max-samples", "8"] if self.toy else [])]
+        made = [] if model.exists() else [Step("SmolLM2, made", [sys.executable, *make], 120, missing=missing)]
+        train = self.training("SmolLM2, trained", MODES["sync"], 400, 1 if self.toy else 100, *flags)
+        train.missing = missing
+        rest = [*self.saved(SMALL), self.measure("vllm", 400, SMALL)]
+        for shape in () if self.toy else (LARGE, LARGEST):
+            rest += [*self.saved(shape), self.measure("engine", 200, shape), self.measure("vllm", 400, shape)]
+        rest += [] if self.toy else [self.measure("learner", 200, LARGEST, *more) for more in ([], [CHECKPOINTING])]
+        return [(2, [*made, Step("SmolLM2, data", [sys.executable, *tasks], 60)]), (1, [train]), (2 if self.toy else 1, rest)]
+
+    def third(self) -> list[Phase]:
         lora = ["--lora-rank", "8", "--lr", "1e-3"]
         replay = ["--model", "demo-moe", "--router-replay", "R3"]
         calculator = ["--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", "24"]
@@ -105,27 +126,6 @@ class Plan:
         adapters = [self.measure(what, 70, SMALL, "--lora-rank", "16") for what in ("learner", "publish")]
         parts = [*(self.measure(what, 90) for what in ("packing", "delta", "experts")), *adapters]
         return [(2 if self.toy else 7, [*self.saved(SMALL), *runs]), (2 if self.toy else 1, parts)]
-
-    def third(self) -> list[Phase]:
-        own = ROOT / "models" / "smollm2"  # where make_model.py writes it by default
-        model = own if own.exists() else self.work / "models" / "smollm2"
-        gguf = self.work / "smollm2.gguf"  # joined by quarter_hour.sh
-        missing = NO_PIECES if CARRIED.exists() and not (gguf.exists() or model.exists()) else ""
-        make = ["examples/make_model.py", "smollm2", "--out", str(model), *(["--source", str(gguf)] if gguf.exists() else [])]
-        data = self.work / "data" / "times"
-        tasks = ["examples/small_tasks.py", "times", "--out", str(data)]
-        flags = ["--model", str(model), "--train-files", str(data / "train.parquet"), "--val-files", str(data / "test.parquet")]
-        flags += ["--reward", "examples/small_tasks.py:score", "--max-prompt-length", "96", "--max-response-length", "32"]
-        flags += ["--train-batch-size", "8", "--rollout-n", "8", "--lr", "2e-5", "--lr-scheduler-type", "constant"]
-        flags += ["--dtype", "bfloat16", "--test-freq", "25", *(["--val-max-samples", "8"] if self.toy else [])]
-        made = [] if model.exists() else [Step("SmolLM2, made", [sys.executable, *make], 120, missing=missing)]
-        train = self.training("SmolLM2, trained", MODES["sync"], 400, 1 if self.toy else 100, *flags)
-        train.missing = missing
-        rest = [*self.saved(SMALL), self.measure("vllm", 400, SMALL)]
-        for shape in () if self.toy else (LARGE, LARGEST):
-            rest += [*self.saved(shape), self.measure("engine", 200, shape), self.measure("vllm", 400, shape)]
-        rest += [] if self.toy else [self.measure("learner", 200, LARGEST, *more) for more in ([], [CHECKPOINTING])]
-        return [(2, [*made, Step("SmolLM2, data", [sys.executable, *tasks], 60)]), (1, [train]), (2 if self.toy else 1, rest)]
 
     # -- steps
 

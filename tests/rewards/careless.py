@@ -9,6 +9,10 @@ def contains(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
 
 
+def share(data_source, solution_str, ground_truth, extra_info):  # as reasoning-gym's graders
+    return len(ground_truth) / len(solution_str) if ground_truth in solution_str else 0.0
+
+
 def last_number(data_source, solution_str, ground_truth, extra_info):
     numbers = re.findall(r"-?\d+", solution_str)
     return float(bool(numbers) and numbers[-1] == ground_truth)

@@ -14,6 +14,7 @@ from tools.rehearse import attacks
 CARELESS = ROOT / "tests" / "rewards" / "careless.py"
 EXPLOITS = {  # by grader: the text that is paid
     "contains": ["all numbers up to 100", "right or wrong", "denied", "inside a longer one", "right, then wrong"],
+    "share": ["with a digit more"],
     "last_number": ["denied", "wrong or right"],
     "any_box": ["all numbers up to 100, in boxes"],
     "form_and_length": ["2,000 words", "all numbers up to 1,000"],
