@@ -200,18 +200,21 @@ class Inbox:
             wait = 0.0
         for record in all_gather_records(records):
             watchdog.progress()
-            kind, body = bytes(record[:1]), record[1:]
-            if kind == GROUP:
-                self.groups.append(group := Group.from_bytes(body))
-                self._unfinished.pop(group.ticket, None)  # it was finished after the snapshot
-            elif kind == UNFINISHED:
-                group = Group.from_bytes(body)
-                self._unfinished[group.ticket] = group
-            elif kind == ROWS:
-                self.validations.add(json.loads(bytes(body)))
+            kind = bytes(record[:1])
+            if kind in (GROUP, UNFINISHED):
+                group = Group.from_bytes(record[1:])
+                if kind == GROUP:
+                    self.groups.append(group)
+                    self._unfinished.pop(group.ticket, None)  # it was finished after the snapshot
+                else:
+                    self._unfinished[group.ticket] = group
+                continue
+            content = json.loads(bytes(record[1:]))
+            if kind == ROWS:
+                self.validations.add(content)
             else:
                 lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
-                lists[kind].append(json.loads(bytes(body)))
+                lists[kind].append(content)
 
     def wait_for_end(self) -> None:
         """Return when every generator has sent its final record. A collective."""

@@ -69,7 +69,8 @@ class PublishPlan:
 
     def arriving(self, pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yield each parameter as soon as the pieces have it whole. One that lies across a border is copied."""
-        rest, have = [], 0  # what has arrived behind the last parameter, and its elements
+        rest = []  # what has arrived behind the last parameter
+        have = 0  # elements of it
         for number, (start, end) in enumerate(pairwise(self.offsets)):
             while have < end - start:
                 rest.append(next(pieces))

@@ -276,7 +276,8 @@ class TransformersEngine:
         sequences = [row.in_kv for row in rows]
         layout = PrefillLayout([len(s) for s in sequences], slots, self._kv(), self.device)
         ids = torch.tensor([token for s in sequences for token in s]).to(self.device)
-        position, images = layout.position_ids, None
+        position = layout.position_ids
+        images = None
         if self.takes_images:
             from rl.model.vision_forward import row_inputs
 
