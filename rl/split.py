@@ -29,6 +29,10 @@ class Split:
     senders: tuple[int, ...] = (0,)  # learners that send weights
 
     @property
+    def name(self) -> str:
+        return f"{self.role} {self.ranks.rank}"
+
+    @property
     def here(self) -> launch.Node:
         return self.nodes[self.node]
 

@@ -226,7 +226,6 @@ class PromptDataset(FileRows):
         return {source: count for source, (_, count) in self._sources.items()}
 
     def source(self, index: int) -> str:
-        """The data_source of a prompt."""
         return source_of(self._columns(self.rows[index]))
 
     def about(self, index: int) -> dict:

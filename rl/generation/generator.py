@@ -82,7 +82,6 @@ class Generator:
         return tickets[self.engine_ranks.index :: self.engine_ranks.engines]
 
     def close(self) -> None:
-        """End the scoring processes and the environments."""
         self.pool.close()
         self.responses.close()
 

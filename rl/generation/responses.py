@@ -118,7 +118,6 @@ class Responses:
             return self.engine.step()
 
     def unfinished(self) -> list[Output]:
-        """Return all unfinished responses so far."""
         return [*self.engine.unfinished(), *self._paused]
 
     def pause(self, below: Key) -> None:
@@ -127,7 +126,6 @@ class Responses:
         self.engine.abort()
 
     def resume(self) -> None:
-        """Give the paused responses back to the engine."""
         for output in self._paused:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))
@@ -143,7 +141,6 @@ class Responses:
         """Return an ended response's score; None if the scoring pool has to compute it."""
 
     def extra(self, id: tuple[Key, int]) -> dict[str, float]:
-        """Return further numbers of an ended response."""
         return {}
 
     def drop(self, key: Key) -> None:
@@ -151,7 +148,7 @@ class Responses:
         del self.working[key]
 
     def close(self) -> None:
-        """Free resources at the end of the run."""
+        pass
 
 
 def to_response(

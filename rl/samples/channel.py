@@ -186,10 +186,10 @@ class Inbox:
         self._snapshots: list[dict] = []
         self.validations = Parts()
 
-    def receive(self, seconds: float = 0.1) -> None:
-        """Wait up to `seconds` for a record, and take all that have arrived. A collective of the learners."""
+    def receive(self) -> None:
+        """Wait up to 0.1 s for a record, and take all that have arrived. A collective of the learners."""
         records = []
-        wait = seconds
+        wait = 0.1
         if self._receiver:
             self._receiver.check()
         while self.ring:
@@ -215,11 +215,6 @@ class Inbox:
             else:
                 lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
                 lists[kind].append(content)
-
-    def wait_for_end(self) -> None:
-        """Return when every generator has sent its final record. A collective."""
-        while len(self.last_words) < self.generators:
-            self.receive()
 
     def unfinished_at(self, step: int) -> list[Group]:
         """Return the unfinished groups of all generators, which were asked for them at this step. A collective."""

@@ -54,7 +54,8 @@ class _Samples:
 
     def close(self) -> list[str]:
         """Wait for the final records of all generators. Return the last lines of the run's output. May be called again."""
-        self.inbox.wait_for_end()
+        while len(self.inbox.last_words) < self.split.generators:
+            self.inbox.receive()
         return []
 
     def ask(self, step: int) -> None:
@@ -136,7 +137,7 @@ class SampleBuffer:
         self.waiting: dict[int, Group] = {}
         self.trained = 0
         self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
-        self.gone: dict[str, list[int]] = {}  # tickets dropped since the last step, by reason
+        self.gone: dict[str, list[int]] = {}  # tickets dropped since `Stream.take_gone`, by reason
         self.left_out: dict[str, list[Group]] = {}  # their groups, for the record
         # settled tickets: all below _low, and those in _high
         self._low = 0
@@ -173,18 +174,6 @@ class SampleBuffer:
         self.trained += len(groups)
         self._flat_left = self._flat_limit
         return groups
-
-    def take_gone(self) -> dict[str, list[int]]:
-        """Return the tickets that were dropped since the last call, by reason."""
-        gone = self.gone
-        self.gone = {}
-        return gone
-
-    def take_left_out(self) -> dict[str, list[Group]]:
-        """Return the groups that were dropped since the last call, by reason."""
-        left_out = self.left_out
-        self.left_out = {}
-        return left_out
 
     def metrics(self, started: int) -> dict[str, int]:
         """Return verl's fully_async/count/*. started: number of tickets that all generators have started."""
@@ -271,11 +260,13 @@ class Stream(_Samples):
 
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were not trained since the last call, by reason."""
-        return self.buffer.take_gone()
+        gone, self.buffer.gone = self.buffer.gone, {}
+        return gone
 
     def take_left_out(self) -> dict[str, list[Group]]:
         """Return the groups that were dropped since the last call, by reason."""
-        return self.buffer.take_left_out()
+        left_out, self.buffer.left_out = self.buffer.left_out, {}
+        return left_out
 
     def _take_in(self) -> None:
         while self.inbox.groups:

@@ -91,7 +91,6 @@ class Ring:
         return (self._words[HEAD] - self._words[TAIL]) / self.capacity
 
     def close(self) -> None:
-        """Leave the ring."""
         if self.fd < 0:
             return
         self._words.release()
