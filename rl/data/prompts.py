@@ -172,18 +172,14 @@ class PromptDataset(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: "ImagePrep | None" = None,
-        tools: "Tools | None" = None,
-        brought: frozenset[str] = frozenset(),
-        by_row: "Mapping[str, tuple[Tools, frozenset[str]]] | None" = None,
+        environments: "Mapping[str, tuple[Tools | None, frozenset[str]]] | None" = None,
     ):
-        """prep: of a model that takes images. tools: that the model may call. brought: what rows may lack, because the
-        environment brings it: "prompt", "ground_truth". by_row: tools and what is brought by each of several environments,
-        whose names are in a column; `brought` is then what any of them brings."""
+        """prep: of a model that takes images. environments: the tools that each shows to the model, and what its rows may lack,
+        because it brings that: "prompt", "ground_truth". Their names are in a column; that of the only one is empty."""
         self.tokenizer = tokenizer
         self.prep = prep
-        self.brought = brought
-        self.tools = tools
-        self.by_row = by_row
+        self.environments = environments or {"": (None, frozenset())}
+        self.by_row = "" not in self.environments
         super().__init__(files, split, args)
         measured = self._measure(f"{split} prompts")
         self.rows = measured.kept
@@ -196,7 +192,7 @@ class PromptDataset(FileRows):
             )
 
     def _check_columns(self, file: str, names: Sequence[str]) -> None:
-        check_columns(file, names, self.args, self.brought)
+        check_columns(file, names, self.args, frozenset().union(*(brought for _, brought in self.environments.values())))
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._columns(self.rows[index])
@@ -302,11 +298,11 @@ class PromptDataset(FileRows):
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
         key = self.args.prompt_key if self.args.prompt_key in row else "question"
-        if self.by_row and row.get("environment") not in [*self.by_row]:
+        if self.by_row and row.get("environment") not in [*self.environments]:
             found = repr(row["environment"])[:60] if "environment" in row else "missing"
             raise UserError(
                 f"{where}: the column 'environment' is {found}. Put the name of the row's environment there, one of those of "
-                f"--env and --tools: {', '.join(self.by_row)}."
+                f"--env and --tools: {', '.join(self.environments)}."
             )
         tools, brought = self._of(row)
         prompt = self._asked(row)
@@ -352,7 +348,7 @@ class PromptDataset(FileRows):
 
     def _of(self, row: dict) -> "tuple[Tools | None, frozenset[str]]":
         """The tools that a row's prompt shows, and what its environment brings."""
-        return self.by_row[row["environment"]] if self.by_row else (self.tools, self.brought)
+        return self.environments[row["environment"] if self.by_row else ""]
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:

@@ -62,6 +62,7 @@ class SamplingArgs(Part):
 
     @property
     def training(self) -> "SamplingParams":
+        """The sampling parameters of training."""
         recorded = 0
         if self.keep_sampling_mask:
             from rl.model.sampling_mask import most_tokens
@@ -72,6 +73,7 @@ class SamplingArgs(Part):
 
     @property
     def validation(self) -> "SamplingParams":
+        """The sampling parameters of validation."""
         return SamplingParams(self.val_temperature, self.val_top_p, max_tokens=self.max_response_length)
 
     def check(self, args) -> None:

@@ -40,7 +40,6 @@ BY_ROWS = 2  # processes per response that the engine can decode at once
 class Episodes(Responses):
     """The episodes of a generator."""
 
-    have_turns = True
     waits_in_outages = True  # can replay an episode of this start
 
     def __init__(self, job: Job, engine: Engine, engine_ranks: EngineRanks, args, end_tokens: set[int]):
@@ -179,9 +178,6 @@ class Episodes(Responses):
             del self._of[request.id]
         self._prompts.pop(key, None)
         super().drop(key)
-
-    def close(self) -> None:
-        self.environments.close()
 
     # -- the processes
 

@@ -83,7 +83,8 @@ class Generator:
 
     def close(self) -> None:
         self.pool.close()
-        self.responses.close()
+        if self.job.environments:
+            self.job.environments.close()
 
     def start(self, ticket: int, recorded: Group | None = None) -> None:
         """Start the ticket's prompt, n times. recorded: its group as `unfinished` returned it before a stop."""
@@ -232,7 +233,7 @@ class Generator:
             "data_source": self._val_set(index)[0] or group.prompt.data_source,
             "environment": environments.name_of(group.prompt.row) if environments else "",
             "prompt": group.prompt.text,
-            "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not self.responses.have_turns),
+            "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not environments),
             "ground_truth": str(group.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),

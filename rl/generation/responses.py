@@ -90,8 +90,6 @@ def as_arrays(files: Iterable[bytes]) -> list[np.ndarray] | None:
 class Responses:
     """A generator's responses, of one turn each."""
 
-    have_turns = False  # whether their text shows special tokens
-
     def __init__(self, engine: Engine):
         self.engine = engine
         self.working: dict[Key, OpenGroup] = {}
@@ -146,9 +144,6 @@ class Responses:
     def drop(self, key: Key) -> None:
         """Forget a prompt whose responses were handed over."""
         del self.working[key]
-
-    def close(self) -> None:
-        pass
 
 
 def to_response(
