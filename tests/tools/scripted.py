@@ -79,6 +79,7 @@ def scripted_job(prompt, **more) -> SimpleNamespace:
         "tokenizer": tokenizer,
         "total_steps": 9,
         "val_sets": None,
+        "environments": None,
     }
     return SimpleNamespace(**job | more)
 
