@@ -2,6 +2,7 @@
 and distant generators wait for its bytes and a few round trips."""
 
 import gc
+import random
 import threading
 from collections import Counter
 from datetime import timedelta
@@ -11,26 +12,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_bridge import together
+from test_engine import reference_log_probs
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.engine import Output, Request, SamplingParams
+from rl.generation.engine import Request, SamplingParams
 from rl.ranks import stops
 from rl.transport import bridge
 from rl.transport.bridge import Bridge
-from rl.weights import buckets
-from rl.weights.publisher import Publisher
-from rl.weights.subscriber import Subscriber
+from rl.weights import publish
+from rl.weights.publish import Publisher, Subscriber
 
 CPU, PROMPT = torch.device("cpu"), [5, 6, 7]
-BUCKET = 4096  # bytes
+PIECE = 4096  # bytes
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET)
-    monkeypatch.setattr(buckets, "LEAST_BYTES", BUCKET // 32)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(publish, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(publish, "LEAST_BYTES", PIECE // 32)
 
 
 def split_of(bridge, store: HashStore) -> SimpleNamespace:
@@ -100,16 +101,6 @@ def learner_of(engine: TransformersEngine) -> Holder:
     return learner
 
 
-def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> torch.Tensor:
-    """Return the log-probs of the response's tokens, [n], from transformers' own forward pass with these weights."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    assert set(reference.load_state_dict(state, strict=False).missing_keys) <= {"lm_head.weight"}
-    ids = torch.tensor([[*PROMPT, *output.token_ids]])
-    with torch.no_grad():
-        rows = reference(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    return rows.gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
-
-
 @pytest.mark.timeout(900)
 def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models):
     model = models["qwen2-tied"]
@@ -129,11 +120,13 @@ def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models):
     while engine.num_unfinished:
         done += engine.step()
     assert len(done) == 2
+    reference = AutoModelForCausalLM.from_pretrained(model)
     for output in done:
         versions, found = torch.tensor(output.versions), torch.tensor(output.log_probs)
         assert {*output.versions} == {*range(5)} and output.versions == sorted(output.versions)
         for version, state in published.items():
-            differs = (log_probs(model, state, output) - found).abs()
+            reference.load_state_dict(state, strict=False)  # the head is tied
+            differs = (reference_log_probs(reference, PROMPT, output.token_ids, 1.0) - found).abs()
             assert differs[versions == version].max() < 1e-3
             assert differs[versions != version].mean() > 1e-2, "else the check would say nothing"
 
@@ -185,7 +178,7 @@ def test_a_sender_that_dies_midway_ends_a_generator():
     ends = Ends(Holder([7, 300, 4000]), [Holder([7, 300, 4000])])
 
     def die() -> None:
-        ends.bridges[0].broadcast(torch.zeros(ends.publisher.plan.buckets[0].size)).wait()
+        ends.bridges[0].broadcast(torch.zeros(ends.publisher.plan.pieces[0].stop)).wait()
         ends.bridges[0].group = None
         gc.collect()  # its connections close
 
@@ -231,5 +224,20 @@ def test_no_message_waits_for_the_one_before_it(shares_memory, monkeypatch):
     ends.subscribers[0].receive(0)
     ends.publisher.wait()
     for of_end in counts:
-        assert len(of_end) == len(ends.publisher.plan.buckets) + 1 > 4 * bridge.WINDOW
+        assert len(of_end) == len(ends.publisher.plan.pieces) + 1 > 4 * bridge.WINDOW
         assert bridge.WINDOW <= of_end[-1] <= max(of_end) <= bridge.WINDOW + 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parameters_arrive_whole_wherever_the_pieces_end(seed):
+    """Those that stay in fp32 come first, as the learner sends them."""
+    chance = random.Random(seed)
+    sizes = [chance.choice([1, 7, 2048, chance.randrange(1, 9000)]) for _ in range(40)]
+    names = [f"{i}.linear_attn.A_log" if i < 5 else f"{i}.weight" for i in range(40)]
+    plan = publish.PublishPlan(names, [[size] for size in sizes], torch.bfloat16)
+    stream = torch.randint(0, 256, (2 * plan.offsets[-1],), dtype=torch.uint8).view(torch.bfloat16)
+    arrived = [*plan.arriving(stream[piece].clone() for piece in plan.pieces)]
+    assert max(stream[piece].nbytes for piece in plan.pieces) <= PIECE < stream.nbytes / 4
+    for number, (value, whole) in enumerate(zip(arrived, plan.views(stream), strict=True)):
+        assert value.dtype == (torch.float32 if number < 5 else torch.bfloat16) and value.shape == whole.shape
+        assert torch.equal(value.view(torch.uint8), whole.view(torch.uint8))
