@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from families import end_tokens, tokenizer_of
 from helpers import bits, run_script, undocumented
+from test_data import write
 from test_pool import answers, ids_of
 
 import train_sync
@@ -70,11 +71,6 @@ def flags_of(folder: Path) -> EnvironmentArgs:
     return EnvironmentArgs(env=env, tools=f"calculator={folder}/calculator.py:calculate")
 
 
-def rows_file(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_a_row_is_played_in_its_own_environment(folder, model):
     """All are forks of one process, which has imported both files, one of them once for its two classes."""
     pool = Environments(flags_of(folder), model, end_tokens("qwen2_5"))
@@ -110,8 +106,8 @@ def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brin
 
     def dataset(*rows) -> PromptDataset:
         brought = frozenset({"prompt", "ground_truth"})
-        file = rows_file(tmp_path / "rows.jsonl", *rows)
-        return PromptDataset([file], "train", tokenizer_of("qwen2_5"), long, brought=brought, by_row=by_row)
+        file = write(tmp_path / "rows.jsonl", *rows)
+        return PromptDataset([str(file)], "train", tokenizer_of("qwen2_5"), long, brought=brought, by_row=by_row)
 
     long = DataArgs(max_prompt_length=9999)
     asked = {"prompt": [{"role": "user", "content": "What?"}], "ground_truth": "7", "data_source": "demo"}
@@ -185,12 +181,12 @@ def test_validations_by_environment():
 STEPS, SAVED = 4, 2
 
 
-def problems(path: Path, split: str, count: int) -> str:
+def problems(path: Path, split: str, count: int) -> Path:
     """The demo's products, which the calculator's verifier scores, and every second one for its ones."""
     from examples.demo.calculator import problems
 
     names = ("calculator", "ones")
-    return rows_file(path, *(row | {"environment": names[i % 2]} for i, row in enumerate(problems(split)[:count])))
+    return write(path, *(row | {"environment": names[i % 2]} for i, row in enumerate(problems(split)[:count])))
 
 
 @pytest.mark.runs

@@ -1,10 +1,10 @@
 """Every chat template shows the tools, calls and answers, or they are written in Qwen2.5's words, or the run is refused."""
 
 import dataclasses
-import json
 
 import pytest
 from families import FAMILIES, OTHERS, end_tokens, tokenizer_of
+from test_data import verl_row, write
 from test_turns import SCHEMA
 
 from rl.data.args import DataArgs
@@ -164,8 +164,7 @@ def test_a_row_s_prompt_is_the_one_of_its_episode(family, form, tmp_path):
     turns = turns_of(family, form)
     rows = [[USER], [{"role": "user", "content": "Call so: <tool_call>. What?"}]]
     rows += [[SYSTEM, USER]] if family not in ("gemma", "glm4moe") else []
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": row, "ground_truth": "x", "data_source": "x"}) + "\n" for row in rows))
+    file = write(tmp_path / "rows.jsonl", *(verl_row(row) for row in rows))
     prompts = PromptDataset([str(file)], "train", turns.tokenizer, DataArgs(max_prompt_length=9999), None, turns.tools)
     assert [prompt.ids for prompt in prompts] == [turns.prompt(row, []) for row in rows]
     assert "Computes." in prompts[0].text
@@ -173,10 +172,7 @@ def test_a_row_s_prompt_is_the_one_of_its_episode(family, form, tmp_path):
 
 
 def test_a_row_whose_prompt_shows_no_tools_is_named(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"prompt": "What is a cat?", "ground_truth": "x", "data_source": "x"}) + "\n")
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"prompt": [USER], "ground_truth": "x", "data_source": "x"}) + "\n")
+    file, chat = write(tmp_path / "rows.jsonl", verl_row("What is a cat?")), write(tmp_path / "chat.jsonl", verl_row([USER]))
     tokenizer = tokenizer_of("smollm2")
     for path, tools, said in (
         (file, Tools([SCHEMA], "hermes"), "rows.jsonl row 0: the prompt is plain text"),
