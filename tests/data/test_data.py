@@ -61,14 +61,6 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 4 and order(10**9)[0] == 10**7
 
 
-def test_verls_layout_chat_and_string(tmp_path):
-    rows = dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), write(tmp_path / "b.jsonl", verl_row("1+1=", "2")))
-    assert len(rows) == 2
-    assert TOKENIZER.decode(rows[0].ids) == "<|user|>12+34=<|assistant|>" and rows[0].ground_truth == "46"
-    assert TOKENIZER.decode(rows[1].ids) == "1+1=" and rows[1].data_source == "demo"
-    assert rows[1].where.endswith("b.jsonl row 0")
-
-
 def test_plain_question_and_answer(tmp_path):
     (row,) = dataset(write(tmp_path / "a.jsonl", {"question": "1+1=", "answer": "1+1 is\n#### 1,002"}))
     assert row.row["prompt"] == [{"role": "user", "content": "1+1="}]  # for an environment, which may add messages
