@@ -1,5 +1,5 @@
-"""The schedule: quotas equal verl's, tickets come in order, a simulated stream never trains samples above the bound, and how long
-the bound holds an idle generator is counted by hand, in simulated time."""
+"""The schedule: quotas equal verl's, tickets come in order, and a simulated stream never trains samples above the bound. How
+long the bound holds an idle generator is counted by hand, in simulated time."""
 
 from types import SimpleNamespace
 

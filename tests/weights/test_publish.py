@@ -1,6 +1,6 @@
 """A publish: a token carries the version of the weights that sampled it, versions are received in turn, every fault is named,
-and distant generators wait for its bytes and a few round trips. On one rank frozen weights are gathered only once, and the engine
-still has all weights."""
+and distant generators wait for its bytes and a few round trips. On one rank frozen weights are gathered only once, and the
+engine still has all weights."""
 
 import gc
 import threading
