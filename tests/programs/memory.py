@@ -22,7 +22,7 @@ from rl.learning.learner import Learner
 from rl.ranks import dist, host, launch, process
 from rl.ranks.gathering import BUCKET_BYTES
 from rl.split import Split
-from rl.weights.publisher import Publisher
+from rl.weights.publish import Publisher
 
 
 def resident(word: str) -> int:
