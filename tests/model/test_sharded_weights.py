@@ -166,7 +166,7 @@ def test_no_rank_holds_more_than_its_part_and_a_tensor(tmp_path):
     model.save_pretrained(tmp_path)
     # glibc keeps freed tensors below 32 MB for itself: those of a model worth sharding are larger
     ranks, flags, env = 4, json.dumps({"expert_parallel": 2}), {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = run_script("tests/programs/load_memory.py", tmp_path, flags, ranks=ranks, fresh=True, timeout=800, env=env)
+    done = run_script("tests/programs/memory.py", tmp_path, flags, ranks=ranks, fresh=True, timeout=800, env=env)
     everyone = json.loads(done.stdout.splitlines()[-1])
     for rank, of in enumerate(everyone):  # bytes a parameter
         share, sent = 4 / ranks, 2 if rank == 0 else 0
