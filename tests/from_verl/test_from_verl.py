@@ -14,7 +14,7 @@ from test_examples import RECIPES, SCRIPTS, number, parse
 from rl import flags, parts
 from rl.errors import UserError
 from tools.from_verl import table, translate
-from tools.from_verl.__main__ import main, report
+from tools.from_verl.__main__ import main, read, report
 from tools.from_verl.command import parse_value, read_script, read_words
 from tools.from_verl.table import OTHER_DEFAULTS, ROWS, ROWS_OF_SFT
 
@@ -31,6 +31,22 @@ RUNS = {  # verl's command -> the recipe of the same run
     "9_grpo_qwen3.5_27b_sync": "grpo_qwen3.5_27b_geo3k",
     "10_grpo_qwen3.5_35b_a3b_sync": "grpo_qwen3.5_35b_a3b_geo3k",
 }
+FIRST = ROOT / "tests" / "fixtures" / "verl" / "first"
+ONE_STEP_OFF = (FIRST / "001_one_step_off.sh").read_text()
+SYNC, ONE, ASYNC = "train_sync.py", "train_one_step_off.py", "train_async.py"
+# fmt: off
+COMMANDS = {  # script, nodes, ranks of a node, generators of a node, words of a note
+    "000_async": (ASYNC, 1, 2, 1, None),
+    "000_sync": (SYNC, 1, 2, None, None),
+    "001_one_step_off": (ONE, 1, 8, 4, "4 of the 8 devices"),
+    "002_vlm": (ASYNC, 2, 16, 8, "2 nodes of 8 generators and 8 learners each"),
+    "003_dapo": (ASYNC, 4, 16, 8, "4 nodes of 8 generators and 8 learners each"),
+    "004_async_vllm": (SYNC, 1, 8, None, "total_training_steps 500 decides"),
+    "004_engineworker": (SYNC, 1, 8, None, "total_training_steps 500 decides"),
+    "004_qwen25_3b": (SYNC, 1, 16, None, "total_training_steps 500 decides"),
+    "004_qwen3_30b": (SYNC, 2, 8, None, "verl's gspo aggregates as seq-mean-token-mean whatever"),
+}
+# fmt: on
 # Where files lie and what a run is called is the recipe's own affair.
 OWN = {"train_files", "val_files", "output_dir", "project_name", "experiment_name", "logger", "seed"}
 
@@ -42,6 +58,12 @@ def verl(name: str) -> Path:
 def ours(*words: str, script: str = "main_ppo"):
     """Return the translation of a command of these words."""
     return translate.translate(read_words(["python3", "-m", f"verl.{script}", *words]))
+
+
+def layout(found) -> tuple:
+    """(script, nodes, ranks of a node, generators of a node)."""
+    nodes, ranks = (number(found.launcher, flag) for flag in ("--nnodes", "--nproc-per-node"))
+    return found.script, nodes, ranks, found.flags.get("--generators")
 
 
 def effective(args) -> dict:
@@ -64,8 +86,7 @@ def test_verls_command_and_the_recipe_of_the_same_run_are_one(name, tmp_path):
     launcher, module, recipe = parse(ROOT / "examples" / f"{RUNS[name]}.sh", "npu", tmp_path)
     assert SCRIPTS[found.script] is module and not found.refusal
     assert effective(translate.parse(found)) == effective(recipe)
-    for flag in ("--nnodes", "--nproc-per-node"):
-        assert number(found.launcher, flag) == number(launcher, flag)
+    assert layout(found)[1:3] == (number(launcher, "--nnodes"), number(launcher, "--nproc-per-node"))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -310,9 +331,7 @@ def test_groups_are_filtered_by_the_score_without_the_penalty_on_length(metric):
 def test_devices_become_ranks_and_generators(learn, generate, nodes, ranks, generators):
     words = [f"trainer.nnodes={learn[0]}", f"trainer.n_gpus_per_node={learn[1]}", f"rollout.nnodes={generate[0]}"]
     found = ours(*SPLIT, *words, f"rollout.n_gpus_per_node={generate[1]}", script="one_step_off_policy.main_ppo")
-    assert found.script == "train_one_step_off.py"
-    launched = number(found.launcher, "--nnodes"), number(found.launcher, "--nproc-per-node"), found.flags["--generators"]
-    assert launched == (nodes, ranks, generators)
+    assert layout(found) == ("train_one_step_off.py", nodes, ranks, generators)
 
 
 def test_what_does_not_divide_is_said():
@@ -338,3 +357,97 @@ def test_every_flag_that_is_printed_is_read_back(tmp_path):
 
 def test_all_of_verls_runs_are_here():
     assert {*RUNS.values()} == {recipe.stem for recipe in RECIPES}
+
+
+# ------------------------------------------------------------------------------------ the first set of commands
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_becomes_the_right_script_on_the_right_devices(name):
+    assert {path.stem for path in FIRST.glob("*.sh")} == {*COMMANDS}, "every command is tested"
+    *expected, note = COMMANDS[name]
+    found = translate.translate(read_script((FIRST / f"{name}.sh").read_text()))
+    assert layout(found) == tuple(expected) and not found.refusal
+    assert note is None or any(note in line for line in found.notes), found.notes
+    assert not [key for key, (verdict, _) in found.verdicts.items() if verdict == "unknown"]
+
+
+@pytest.mark.parametrize("row", (FIRST.parent / "variations.jsonl").read_text().splitlines())
+def test_variations_of_the_one_step_off_command(row):
+    """A pool of its own leaves the trainer what is left; without nodes a key of main_ppo's configuration means nothing."""
+    text, row = ONE_STEP_OFF, json.loads(row)
+    for old, new in row["changed"].items():
+        assert old in text
+        text = text.replace(old, new)
+    found = translate.translate(read_script(text))
+    assert layout(found) == tuple(row["expected"])
+    assert any(row["note"] in line for line in found.notes) or not row["note"], found.notes
+
+
+def test_its_keys_alone_are_enough():
+    given = [f"{key}={value}" for key, value in read_script(ONE_STEP_OFF).values.items()]
+    found = translate.translate(read_words(given))
+    assert layout(found) == (ONE, 1, 8, 4) and any("The command counts as verl's one_step_off_policy" in n for n in found.notes)
+
+
+@pytest.mark.parametrize("before", [[], ["bash"]])
+def test_a_path_is_read_as_a_file_and_takes_the_scripts_own_words(before, tmp_path):
+    path = FIRST / "001_one_step_off.sh"
+    command = read([*before, str(path), "data.seed=5", "trainer.total_epochs=2"])
+    assert command.values["data.seed"] == 5 and command.values["trainer.total_epochs"] == 2
+    assert len(command.values) == len(read([str(path)]).values) + 1
+
+
+def test_without_torch_it_ends_in_one_line(tmp_path):
+    """Modules that cannot be found hide torch and transformers."""
+    hide = "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers']))\n"
+    run = f"{hide}sys.argv = ['x', 'data.seed=1']; from tools.from_verl.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "torch" in done.stderr and "pip install" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+
+def section(text: str) -> dict[str, str]:
+    """Return name -> line of the section on the environment."""
+    printed = report(read_script(text)).splitlines()
+    start = next(i for i, line in enumerate(printed) if line.startswith("# the environment"))
+    lines = []
+    for line in printed[start + 1 :]:
+        if not line.startswith("#   "):
+            break
+        lines.append(line.removeprefix("#   "))
+    return {line.partition("=")[0]: line for line in lines}
+
+
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.seed=1"
+
+
+VARIABLES, OTHER_VALUES = {}, {}
+for line in (FIRST.parent / "variables.tsv").read_text().splitlines()[1:]:
+    name, its = line.split("=", 1)
+    value, verdict = its.split("\t")
+    (OTHER_VALUES if name in {one.partition("=")[0] for one in VARIABLES} else VARIABLES)[f"{name}={value}"] = verdict
+WAYS = {  # a script that gives its command these variables
+    "export": lambda given: "".join(f"export {one}\n" for one in given) + VERL,
+    "env": lambda given: f"env {' '.join(given)} {VERL}",
+    "docker": lambda given: f"docker run {' '.join(f'-e {one}' for one in given)} image bash -c '{VERL}'",
+    "ray": lambda given: f"{VERL} {' '.join(f'+ray_kwargs.ray_init.runtime_env.env_vars.{one}' for one in given)}",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variables", [VARIABLES, OTHER_VALUES])
+def test_an_exported_variable_has_a_line(way, variables):
+    text = WAYS[way](variables)
+    lines = section(text)
+    for exported, verdict in variables.items():
+        line = lines[exported.partition("=")[0]]
+        assert line.startswith(f"{exported}: {verdict}"), (text, line)
+
+
+def test_a_key_to_an_account_is_not_printed():
+    printed = report(read_script(f"export WANDB_API_KEY=0123abc HF_TOKEN=hf_secret\n{VERL}"))
+    assert "0123abc" not in printed and "hf_secret" not in printed and "WANDB_API_KEY=..." in printed
