@@ -14,14 +14,13 @@ from safetensors import SafetensorError
 
 from rl import parts
 from rl.checkpoint import files
-from rl.checkpoint.files import STATE, STEPS, TRAINING, CheckpointArgs, Resumed
+from rl.checkpoint.files import STATE, STEPS, TRAINING, CheckpointArgs, Identity, Resumed
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.learning.learner import Learner
 from rl.masking import masked
 from rl.ranges import DEFAULT_BATCH, flag, may_change
 from rl.ranks import dist, launch
-from rl.record.identity import Identity
 from rl.record.run import Origin
 from rl.samples.group import Group, split_records
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging
 
 from rl.errors import UserError
-from rl.hub.tensor_reader import find
+from rl.hub import find
 from rl.model.attention import ATTENTION, check_supported, linear_layers
 from rl.ranks import device
 
@@ -244,7 +244,7 @@ def end_token_ids(
 
 def generation_config(path: str, name: str = "--model") -> GenerationConfig | None:
     """The model's generation_config.json; None if it has none, as many models. Raise UserError if it cannot be read."""
-    if not (file := find(path, GENERATION, download=True)):
+    if not (file := find(path, GENERATION)):
         return None
     try:
         return GenerationConfig.from_pretrained(path)

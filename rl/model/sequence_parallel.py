@@ -21,14 +21,12 @@ from transformers import PretrainedConfig
 
 from rl.errors import UserError
 from rl.model.attention import Packed
-from rl.ranks.all_to_all import AllToAll
 from rl.ranks.dist import Ranks
+from rl.ranks.gathering import AllToAll
 
 
 def share_sequences(ranks: Ranks, size: int) -> Ranks:
     """The learners, of which every `size` neighbours share their micro-batches. Raises UserError if some are left over."""
-    if size == 1:
-        return ranks
     if ranks.world_size % size:
         raise UserError(
             f"--sequence-parallel {size} does not divide the {ranks.world_size} learners. Take a divisor of their number."

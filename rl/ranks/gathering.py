@@ -1,8 +1,8 @@
-"""Whole parameters made of the shards of all ranks.
+"""Whole parameters made of the shards of all ranks; and rows that ranks trade with each other (`AllToAll`).
 
-They are gathered in buckets, one collective each, and cast before they travel. DTensor's own `full_tensor` is a collective for
-each parameter, in the precision that is trained: over a slow network this costs a round trip for each, and twice the bytes that
-generators in bf16 need.
+Parameters are gathered in buckets, one collective each, and cast before they travel. DTensor's own `full_tensor` is a
+collective for each parameter, in the precision that is trained: over a slow network this costs a round trip for each, and twice
+the bytes that generators in bf16 need.
 """
 
 import math
@@ -17,15 +17,14 @@ import torch.distributed as dist
 from rl.ranks import watchdog
 from rl.ranks.device import gathers_to_one
 from rl.ranks.dist import all_gather_values
-from rl.ranks.shards import Block, as_it_is
+from rl.ranks.shards import Block, as_it_is, in_parts
 
 BUCKET_BYTES = 64 << 20  # of whole parameters; a larger parameter goes alone
 UNDER_WAY = 3  # buckets: over a slow network a bucket does not wait for the one before to arrive
 
 
 class Shards:
-    """The parameters, DTensors over any mesh of all ranks of the default group, and the places of each rank's shards in them.
-    To be made by all ranks together."""
+    """The parameters, DTensors over any mesh of all ranks, and the places of each rank's shards in them. Made collectively."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
@@ -46,7 +45,7 @@ class Shards:
         collective, through which all ranks iterate in step."""
         receives = to is None or dist.get_rank() in to
         under_way = deque()
-        for names in _buckets(held, dtype):
+        for names in map(list, in_parts(held.items(), BUCKET_BYTES, dtype)):
             sizes = [sum(math.prod(self._places[name][rank].shape) for name in names) for rank in range(dist.get_world_size())]
             mine = torch.zeros(max(sizes), dtype=dtype, device=device)
             shards = (change(name, held[name].to_local()).flatten() for name in names)
@@ -82,15 +81,17 @@ class Shards:
             yield name, whole
 
 
-def _buckets(held: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[list[str]]:
-    bucket = []
-    size = 0
-    for name, tensor in held.items():
-        more = tensor.numel() * dtype.itemsize
-        if bucket and size + more > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-            size = 0
-        bucket.append(name)
-        size += more
-    yield bucket
+class AllToAll(torch.autograd.Function):
+    """(x [R, ...], rows to send to each rank of the group, to receive from each, group) -> [R', ...] in rank order."""
+
+    @staticmethod
+    def forward(ctx, x, sent: list[int], received: list[int], group: dist.ProcessGroup):
+        ctx.rows = sent, received, group
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received, group = ctx.rows
+        return AllToAll.apply(grad, received, sent, group), None, None, None

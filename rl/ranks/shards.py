@@ -1,6 +1,7 @@
 """The part of a tensor that this rank holds: all of it if it learns alone, else the shard that FSDP has left it (a DTensor).
 rl/ranks/gathering.py makes whole parameters of the shards of all ranks."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_it_is(name: str, shard: torch.Tensor) -> torch.Tensor:
     return shard
+
+
+def in_parts(
+    tensors: Iterable[tuple[str, torch.Tensor]], most: int, dtype: torch.dtype | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Divide tensors in order into parts of at most `most` bytes in `dtype`, by default their own, or of one larger tensor."""
+    part = {}
+    size = 0
+    for name, tensor in tensors:
+        more = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if part and size + more > most:
+            yield part
+            part = {}
+            size = 0
+        part[name] = tensor
+        size += more
+    yield part
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ LAYERS = [
     ["errors", "printable", "masking", "background"],
     ["parts", "images"],
     ["user_code"],
-    ["ranges", "class_check"],
+    ["ranges"],
     ["ranks"],
     ["transport"],
     ["split"],

@@ -12,14 +12,14 @@ import train_one_step_off
 import train_sft
 import train_sync
 from rl import parts
+from rl.checkpoint import files
+from rl.checkpoint.files import Identity
 from rl.checkpoint.resume import MUST_STAY, MUST_STAY_IN_A_STREAM, check_same
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.model.pretrained import load_tokenizer
 from rl.ranges import may_change
-from rl.record import identity
-from rl.record.identity import Identity
 
 SCRIPTS = {module.__name__: module.Args for module in (train_sync, train_one_step_off, train_async)}
 
@@ -45,7 +45,7 @@ def saved(identity: Identity) -> dict:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script, prompts, demo_model, monkeypatch):
     for digest in ("_digest_model", "_digest_prompts", "_digest_tokenizer"):  # the content stays
-        monkeypatch.setattr(identity, digest, lambda _: f"{len(prompts)} prompts, the same")
+        monkeypatch.setattr(files, digest, lambda _: f"{len(prompts)} prompts, the same")
     args = parts.make(SCRIPTS[script], train_batch_size=8)
     was = saved(Identity(args, script, demo_model, prompts))
     assert check_same(Identity(args, script, demo_model, prompts), was, Path("step_1")) == []
