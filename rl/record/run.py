@@ -6,6 +6,7 @@ a crash loses nothing; NaN and infinities are null, which every JSON reader take
 """
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -87,8 +88,7 @@ class Run:
         origin: Origin | None = None,
         notes: dict | None = None,
     ):
-        """args: a script's. origin: the run that resumes, in its directory. notes: for config.json. Raise UserError if there is
-        no place for the directory."""
+        """origin: the run that resumes, in its directory. notes: for config.json. Raise UserError if it cannot be written."""
         self.timer = Timers()
         self.enabled, self.total_steps = enabled, total_steps
         self.dir = origin.run_dir if origin else Path(args.log.output_dir)
@@ -238,7 +238,7 @@ def _forget_from(jsonl: Path, step: int) -> None:
 
 def new_directory(parent: Path, name: str) -> Path:
     """Make parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raise UserError if that fails."""
-    for i in range(1, 10_000):
+    for i in itertools.count(1):
         path = parent / (name if i == 1 else f"{name}-{i}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,6 @@ def new_directory(parent: Path, name: str) -> Path:
             raise UserError(f"--output-dir {parent}: {error.filename} is a file. Choose another.") from error
         except OSError as error:
             raise UserError(f"--output-dir {parent}: {path} cannot be made ({error.strerror}). Choose another.") from error
-    raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
 
 
 def _strict(value):
@@ -371,8 +370,7 @@ class ConsoleLog:
 
 
 def _mean(name: str, steps: list[dict[str, float]]) -> float | None:
-    """Return the steps' mean of a metric; None if no step has it. tokens/s: of all ranks; perf/throughput is per rank, as in
-    verl."""
+    """Return the steps' mean of a metric; None if no step has it. tokens/s is of all ranks, perf/throughput of one."""
     seconds = "perf/time_per_step"
     if name == "tokens/s":
         timed = [row for row in steps if row.get(seconds)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import losses
 import train_sync
 from rl import parts
-from rl.algorithm.teacher import Teacher, TeacherRows
+from rl.algorithm.teacher import Teacher
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
@@ -53,7 +53,7 @@ def taught(path: str, ranks, ids_of=None, top_k: int = K, teacher: str = "", **m
     if teacher:
         learner.teacher = Teacher(learner.load_frozen(teacher, "teacher"), top_k)
     else:
-        learner.teacher = Teacher(learner.policy, top_k, TeacherRows(ids_of))
+        learner.teacher = Teacher(learner.policy, top_k, ids_of)
     return learner
 
 
