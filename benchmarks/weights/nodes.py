@@ -10,6 +10,7 @@ included, against what the weights and the samples have.
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +24,8 @@ import tyro
 from common import RESULTS, ROOT, logged, over, ratios, setting, table, words, write
 
 sys.path.insert(0, str(ROOT / "tests" / "tools"))
-from nodes import Network
+from helpers import environment
+from nodes import Network, Node
 
 TOKEN_BYTES, RESPONSE_BYTES = 12, 60  # of a record: token, log-prob and version; the rest of a response
 LAYOUTS = {  # (ranks, generators) of each node
@@ -58,12 +60,38 @@ class Measured:
     responses: int
 
 
+def delay_link(node: Node, seconds: float) -> subprocess.Popen:
+    """Delays the node's link, one way. Returns the process between its ends, which ends when this forgets it."""
+    node.switch.run(f"ip link delete {node.port}")
+    ends = [str(node.pid), "e0", str(node.switch.pid), node.port]
+    line = [sys.executable, ROOT / "benchmarks" / "delayed_link.py", *ends, str(seconds)]
+    process = subprocess.Popen(line, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if process.stdout.readline() != "ready\n":
+        raise RuntimeError("no delayed link: what it said stands above")
+    node.join()
+    return process
+
+
+def shape(node: Node, mbit: float) -> None:
+    """Limits the node's link, each way."""
+    limit = f"root tbf rate {mbit}mbit burst 128kb latency 400ms"
+    node.run(f"tc qdisc replace dev e0 {limit}")
+    node.switch.run(f"tc qdisc replace dev {node.port} {limit}")
+
+
+def link_bytes(node: Node) -> tuple[int, int]:
+    """Bytes received and sent over the node's link, with all headers."""
+    counted = node.run("cat /proc/net/dev").partition("e0:")[2].split()
+    return int(counted[0]), int(counted[8])
+
+
 def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float = 0.0, mbit: float = 0.0) -> Measured:
     """One run. script: with flags; delay, mbit: of the last node's link."""
     script, *more = script.split()
-    with tempfile.TemporaryDirectory() as out, Network(len(layout), delays=[0.0] * (len(layout) - 1) + [delay / 2]) as network:
+    with tempfile.TemporaryDirectory() as out, Network(len(layout)) as network:
+        link = delay_link(network.nodes[-1], delay / 2) if delay else None
         if mbit:
-            network.nodes[-1].shape(mbit)
+            shape(network.nodes[-1], mbit)
         for node in network.nodes if delay else ():  # as docs/nodes.md says for long links
             node.run("sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
         flags = ["--total-training-steps", args.steps, "--test-freq", 0, "--save-freq", 0, "--output-dir", out]
@@ -74,11 +102,12 @@ def measure(script: str, layout: list[tuple[int, int]], args: Args, delay: float
             rows, ended = logged(Path(out) / "run" / "metrics.jsonl"), any(p.poll() is not None for p in job.processes)
             step = rows[-1]["step"] if rows else 0
             if step >= (begin if not counted else args.steps - 2):
-                counted[step] = [node.traffic() for node in network.nodes]
+                counted[step] = [link_bytes(node) for node in network.nodes]
             elif ended:
                 raise RuntimeError("\n".join(console for _, console in job.wait(60)))
             time.sleep(2e-3)
         assert all(code == 0 for code, _ in job.wait(120))
+        del link
         rows = logged(Path(out) / "run" / "metrics.jsonl")
     (first, before), (last, after) = counted.items()
     traffic = [tuple((b - a) / (last - first) for a, b in zip(*pair, strict=True)) for pair in zip(before, after, strict=True)]

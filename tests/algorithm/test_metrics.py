@@ -153,15 +153,6 @@ def test_loggers_are_added_to_the_console(logger, tmp_path, capsys):
     assert bool([*run.dir.rglob("events.out*")]) == ("tensorboard" in logger)
 
 
-@pytest.mark.parametrize(("ranks", "shown"), [(1, "1,497 tokens/s"), (2, "2,994 tokens/s")])
-def test_the_rate_is_that_of_all_ranks(ranks, shown, tmp_path, capsys):
-    """verl's perf/throughput counts one rank."""
-    run = make(tmp_path)
-    rates = {"perf/throughput": 1497.0, "perf/total_num_tokens": 1497.0 * ranks * 2, "perf/time_per_step": 2.0}
-    run.log(3, {"critic/score/mean": 0.5} | rates)
-    assert f"step 3/3  reward 0.500  {shown}\n" in capsys.readouterr().out
-
-
 def test_summarize():
     assert summarize("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
     assert all(math.isnan(v) for v in summarize("x", torch.zeros(0)).values())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import make_group
+from test_health import Record
 
 import train_sync
 from rl.algorithm.health import WINDOW, Health, text_metrics
@@ -68,17 +69,9 @@ def test_learners_share_the_work(ranks, monkeypatch, learners):
     assert found == expected
 
 
-class Warnings:
-    def __init__(self):
-        self.said = []
-
-    def warn(self, what: str, count: int, detail: str) -> None:
-        self.said.append((what, detail))
-
-
 @pytest.fixture
 def health():
-    return Health(train_sync.Args(), SimpleNamespace(), Warnings(), skipped=0)
+    return Health(train_sync.Args(), SimpleNamespace(), Record(), skipped=0)
 
 
 def step(share: str, mean: float, better: float, worse: float, score: float) -> dict[str, float]:
@@ -108,7 +101,7 @@ def test_a_warning_if_it_becomes_frequent_and_pays(health, share, last, warns):
     assert bool(said) == warns and health.counts[f"more_{share}"] == warns
     if warns:
         assert said[0][0] == f"steps in which {share} text has become frequent and scores well"
-        assert "was 0.05 in the first 20 steps, and 0.30" in said[0][1]
+        assert "was 0.05 in the first 20 steps, and 0.30" in said[0][2]
 
 
 @pytest.mark.parametrize(
@@ -131,5 +124,5 @@ def test_a_warning_if_validation_falls_while_training_rises(health, accuracies, 
         health.of_validation(10 * number, [*rows, {"data_source": "d", "acc": None}])
     assert len(health.record.said) == warns == health.counts["validation_falls"]
     if warns:
-        detail = health.record.said[0][1]
+        detail = health.record.said[0][2]
         assert detail.startswith("d: 0.800, 0.600, 0.400 after steps 0, 10 and 20") and "from 0.100 to 0.200" in detail

@@ -248,20 +248,30 @@ def test_a_prompt_on_which_the_grader_always_fails_is_no_outage(script, tmp_path
 
 
 OUTAGE = """
-import itertools, pathlib
-calls = itertools.count(1)
-broken, begun = (pathlib.Path(__file__).with_name(name) for name in ("broken", "begun"))
+import os, pathlib
+calls, broken, begun = (pathlib.Path(__file__).with_name(name) for name in ("calls", "broken", "begun"))
+
+def judge(text):
+    with calls.open("a") as file:
+        file.write("x")
+        number = os.fstat(file.fileno()).st_size
+    if number >= {at} and not begun.exists(): begun.touch(), broken.touch()
+    if broken.exists(): raise ConnectionError("judge: connection refused")
+    return float(len(text) % 2)
+
 def score(data_source, solution_str, ground_truth, extra_info):
-    if data_source == "judged" and next(calls) == {at} and not begun.exists(): begun.touch(), broken.touch()
-    if data_source == "judged" and broken.exists(): raise ConnectionError("judge: connection refused")
-    return float(len(solution_str) % 2)
+    return judge(solution_str) if data_source == "judged" else float(len(solution_str) % 2)
+
+class Sums:
+    def step(self, message): return [], judge(message["content"]), True
 """
 
 
 @pytest.mark.runs
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("by", ["--reward mine.py:score", "--env mine.py:Sums"])  # the latter is not asked again
 @pytest.mark.parametrize(("script", "judged"), [*zip(SCRIPTS, (1, 2, 2), strict=True)])
-def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(script, judged, tmp_path):
+def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(script, judged, by, tmp_path):
     """Also if other rows can be scored, and whatever other terms a loss has. The same command continues once responses can be
     scored: on policy, it trains the bits of a run without an outage."""
     rows = [{"prompt": f"{i}+{i}=", "data_source": "own" if i % judged else "judged", "ground_truth": "x"} for i in range(40)]
@@ -270,24 +280,25 @@ def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(scrip
     flags += ["--total-training-steps", 9, "--test-freq", 0, "--train-files", tmp_path / "rows.jsonl", "--outage-timeout", 1]
     flags += ["--staleness-threshold", 0] if script == "train_async.py" else []
     flags += ["--use-kl-loss", "--entropy-coeff", 0.01, "--lr", 1e-3, "--experiment-name", "run", "--save-freq", 2]
-    for name, at in (("with", 14), ("without", 0)):
+    for name, at in (("with", 14), ("without", 10**6)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(OUTAGE.format(at=at))
-    of = {name: (*flags, "--reward", tmp_path / name / "mine.py:score") for name in ("with", "without")}
+    of = {name: (*flags, *by.replace("mine.py", f"{tmp_path}/{name}/mine.py").split()) for name in ("with", "without")}
     metrics, run, done = train(script, *of["with"], out=tmp_path / "with" / "runs", ranks=processes, check=False)
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    last = max(metrics)
+    last, repeats = max(metrics), "--reward" in by
     checkpoint = run / f"step_{last:06d}"
     assert done.returncode == 1 and 2 <= last < 9 and damage(checkpoint) is None, done.stderr
-    assert f"responses of step {last + 1} could not be scored by --reward {tmp_path}/with/mine.py:score: outage: " in error
+    assert f"responses of step {last + 1} could not be scored by " in error
+    assert not repeats or f"by --reward {tmp_path}/with/mine.py:score: outage: " in error
     assert "ConnectionError: judge: connection refused" in error and f"resume from {checkpoint} with the same command" in error
-    assert all(metrics[step]["reward/unscored"] == 0 for step in range(1, last + 1))
     (tmp_path / "with" / "broken").unlink()
     metrics, run, done = train(script, *of["with"], out=tmp_path / "with" / "runs", ranks=processes)
     assert f"resumes after step {last} of 9" in done.stdout and max(metrics) == 9
-    assert all(metrics[step]["reward/unscored"] == 0 for step in range(1, 10)) and metrics[9]["reward/events/outage"] == 0
+    assert all(metrics[step]["reward/unscored"] == 0 for step in range(1 if repeats else last + 1, 10))
+    assert metrics[9].get("reward/events/outage", 0) == 0
     groups = [group["ticket"] for row in validations.rows_of(run / "groups.jsonl") for group in row["groups"]]
     assert sorted(groups) == [*range(18)], "each prompt was trained once"
-    if script != "train_one_step_off.py":  # there newer weights sample the batch again
+    if repeats and script != "train_one_step_off.py":  # there newer weights sample the batch again
         _, other, _ = train(script, *of["without"], out=tmp_path / "without" / "runs", ranks=processes)
         assert bits_of(run / "step_000009") == bits_of(other / "step_000009")

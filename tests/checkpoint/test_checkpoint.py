@@ -21,7 +21,7 @@ FLAGS = ["--total-training-steps", "20", "--test-freq", "6", "--val-max-samples"
 
 
 def go(script: str, out: Path, *flags, ranks: int | None = 1, check: bool = True, **options):
-    return run_script(script, "--output-dir", out, "--experiment-name", "run", *flags, ranks=ranks, check=check, **options)
+    return run_script(script, *flags, "--output-dir", out, "--experiment-name", "run", ranks=ranks, check=check, **options)
 
 
 def take_back(run: Path, target: Path, step: int = 10) -> Path:
@@ -228,21 +228,12 @@ def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
     assert bits(sync, 20) == {n: t.numpy().tobytes() for n, t in load_file(sync / "best" / "model.safetensors").items()}
 
 
-FULL = """
-import resource, runpy
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-runpy.run_path("train_sync.py", run_name="__main__")
-"""
-
-
 @pytest.mark.runs
 def test_a_full_disk_stops_no_training_and_leaves_no_half_checkpoint(demo_model, tmp_path):
     """A limit on the size of files makes writing fail as a full disk does."""
-    (tmp_path / "full.py").write_text(FULL)
-    done = go(
-        tmp_path / "full.py", tmp_path, "--total-training-steps", 3, "--save-freq", 1, "--test-freq", 0, ranks=None, check=False
-    )
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
+    flags = ["--total-training-steps", 3, "--save-freq", 1, "--test-freq", 0]
+    done = go("tests/programs/patched.py", tmp_path, full, "train_sync.py", *flags, ranks=None, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     for step in (1, 2, 3):
         assert f"warning: the checkpoint of step {step} could not be written: " in done.stderr

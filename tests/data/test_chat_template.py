@@ -5,6 +5,7 @@ import re
 import pytest
 from families import FAMILIES, OTHERS, tokenizer_of
 from helpers import run_script
+from test_turns import SCHEMA
 
 from rl.data.chat_template import with_defaults
 from rl.errors import UserError
@@ -56,13 +57,7 @@ def test_an_argument_is_a_default(family, value):
         assert rendered(changed, messages) == rendered(plain, messages, enable_thinking=value)
         other = rendered(plain, messages, enable_thinking=not value)
         assert rendered(changed, messages, enable_thinking=not value) == other, "what a caller gives goes first"
-        tools = [
-            {
-                "type": "function",
-                "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
-            }
-        ]
-        assert rendered(changed, messages, tools=tools) == rendered(plain, messages, tools=tools, enable_thinking=value)
+        assert rendered(changed, messages, tools=[SCHEMA]) == rendered(plain, messages, tools=[SCHEMA], enable_thinking=value)
 
 
 @pytest.mark.parametrize(

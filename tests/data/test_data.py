@@ -9,10 +9,8 @@ import pytest
 from helpers import GSM8K
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer
 
-from examples.demo.sums import CHAT_TEMPLATE, build_tokenizer
+from examples.demo.sums import build_tokenizer
 from rl.data.args import DataArgs
 from rl.data.files import read_table
 from rl.data.prompts import PromptDataset, PromptOrder
@@ -166,31 +164,6 @@ def test_many_rows_are_the_rows_one_by_one(tmp_path, capsys):
     assert rows[1300].where == f"{chats} row 0"
     chat = [{"role": "user", "content": texts[0]}]
     assert rows[1300].ids == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-
-
-@pytest.mark.slow
-def test_real_gsm8k(gsm8k):
-    text = byte_tokenizer()
-    rows = dataset(gsm8k / "train.parquet", tokenizer=text, truncation="left")
-    assert len(rows) == 7473 and rows.sources() == {"openai/gsm8k": f"{gsm8k / 'train.parquet'} row 0"}
-    assert rows[0].ground_truth == "72" and rows[0].extra_info
-    first = dataset(gsm8k / "train.parquet", tokenizer=text, train_max_samples=3, max_prompt_length=2000)[0]
-    assert first.text.startswith("<|user|>Natalia sold clips to 48 of her friends in April") and first.text.endswith(
-        "<|assistant|>"
-    )
-    assert first.where.endswith("train.parquet row 0") and first.text == text.decode(first.ids)
-    both = dataset(gsm8k / "test.parquet", gsm8k / "train.parquet", tokenizer=text, truncation="left")
-    assert len(both) == 7473 + 1319 and both[1319].ground_truth == "72"
-
-
-def byte_tokenizer():
-    """A tokenizer with one token per byte and the demo's chat template. It reads any text."""
-    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
-    vocab = {token: i for i, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
-    names = dict(pad_token=special[0], eos_token=special[1], unk_token=None, bos_token=None)
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=special[2:], **names)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def test_images_are_refused_rather_than_ignored(tmp_path):

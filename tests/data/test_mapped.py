@@ -11,10 +11,6 @@ from rl.errors import UserError
 from rl.ranges import check
 
 FILE = '''
-import random
-
-import numpy
-
 from words import SOURCE  # a file next to this one
 
 
@@ -24,14 +20,6 @@ def to_verl(row):
         return None
     truth = {"ground_truth": row["a"] + row["b"]}
     return {"prompt": f"{row['a']}+{row['b']}=", "data_source": SOURCE, "reward_model": truth, "response": "1"}
-
-
-def draws(row):
-    return {"question": f"{random.randint(10, 99)}+{numpy.random.randint(10, 99)}=", "answer": "#### 1"}
-
-
-def same(row):
-    return row
 
 
 def raises(row):
@@ -67,7 +55,6 @@ ROWS = [{"number": number, "a": 10 + number, "b": 20} for number in range(8)]
 def file(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("code") / "map.py"
     path.with_name("words.py").write_text('SOURCE = "demo"\n')
-    path.with_name("random_words.py").write_text("")
     path.write_text(FILE)
     return str(path)
 
@@ -104,7 +91,7 @@ def test_conversations_are_mapped_as_well(file, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", r"rows.jsonl row 1: --map .*map.py:raises raised KeyError: 'no_such_column' \(.*map.py:26\)"),
+        ("raises", r"rows.jsonl row 1: --map .*map.py:raises raised KeyError: 'no_such_column' \(.*map.py:14\)"),
         ("returns_text", r"rows.jsonl row 0: --map .*returned '1\+1='. Return a row"),
         ("returns_numbers", r"rows.jsonl row 0: --map .*returned {1: 2}. Return a row"),
         ("returns_nothing", "rows.jsonl: --map .*leaves no row"),

@@ -1,6 +1,5 @@
 """Environments that behave badly, and some that do not, for the tests of their processes."""
 
-import asyncio
 import os
 import random
 import subprocess
@@ -86,14 +85,3 @@ class Rude:
     def _draws(self, message):
         DRAWN.append(1)
         return [{"role": "user", "content": f"{random.random()} {self.seed} {len(DRAWN)}"}], None, False
-
-
-class Waits:
-    """An async one."""
-
-    async def reset(self, row, seed):
-        await asyncio.sleep(0)
-
-    async def step(self, message):
-        await asyncio.sleep(0)
-        return [{"role": "user", "content": "async"}], 0.5, False

@@ -185,14 +185,6 @@ def test_one_that_ends_the_process_they_are_forked_from_does_not_end_the_run(mak
     assert "ids" in played(pool, "good")["good"]
 
 
-@pytest.mark.slow
-def test_an_async_environment(make_pool):
-    pool = make_pool(f"{RUDE}:Waits")
-    begin(pool, "a", "")
-    pool.ask("a", "step", ids=[1])
-    assert answers(pool, "a")["a"]["reward"] == 0.5
-
-
 @pytest.mark.parametrize(("spec", "said"), [(f"{RUDE}:Missing", "Missing"), (f"{RUDE}:DRAWN", "DRAWN")])
 def test_a_file_that_cannot_be_used_is_a_message(make_pool, spec, said):
     with pytest.raises(UserError, match=f"--env .* has no '{said}' that could be called"):

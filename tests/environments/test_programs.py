@@ -146,7 +146,7 @@ def test_an_environment_s_own_tools_are_shown_and_its_calls_handed_over():
     class Own:
         tools = (divide,)
 
-        def step(self, message):
+        async def step(self, message):
             self.message = message
             return [{"role": "tool", "content": "ok"}], np.float32(0.5), False
 
@@ -242,7 +242,7 @@ def of_message(content: object) -> list:
     class Own:
         tools = ()
 
-        def reset(self, row, seed):
+        async def reset(self, row, seed):
             return [{"role": "user", "content": content}]
 
         def step(self, message):

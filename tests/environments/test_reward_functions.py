@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import train
 from test_pool import answers, begin, ids_of
 
 import train_sync
@@ -257,18 +256,3 @@ def test_the_flags_are_checked_before_anything_starts(function, flags, said, fil
             ranges.check(args)
     else:
         ranges.check(args)
-
-
-@pytest.mark.runs
-@pytest.mark.slow
-def test_a_run_is_scored_by_a_reward_function(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def turns(completions, environments, **kwargs):\n"
-        "    return [float(sum(message['role'] == 'assistant' for message in said)) for said in completions]\n"
-    )
-    flags = ["--model", "demo-calculator", "--env", "demo-calculator", "--reward", f"{tmp_path / 'mine.py'}:turns"]
-    flags += ["--max-response-length", "24", "--train-batch-size", "4", "--total-training-steps", "2", "--test-freq", "0"]
-    found, _, _ = train("train_sync.py", *flags, out=tmp_path / "out")
-    for step in (1, 2):
-        assert found[step]["critic/score/mean"] == pytest.approx(found[step]["reward/extra/turns/mean"])
-        assert found[step]["critic/score/mean"] >= 1 and found[step]["reward/unscored"] == 0

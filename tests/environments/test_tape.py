@@ -9,6 +9,7 @@ import pytest
 from families import end_tokens, tokenizer_of
 from helpers import eventually
 from processes import descendants
+from test_pool import answers
 
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
@@ -137,11 +138,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def answer(pool: Environments, id=ID) -> dict:
-    for _ in range(100):
-        for found, said in pool.poll(0.2):
-            assert found == id
-            return {name: value for name, value in said.items() if name != "seconds"}
-    raise AssertionError("no answer")
+    return {name: value for name, value in answers(pool, [id])[id].items() if name != "seconds"}
 
 
 def begin(pool: Environments, id=ID, says: str = "go") -> dict:

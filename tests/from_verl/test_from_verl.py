@@ -103,7 +103,7 @@ def test_the_command_line_takes_it_in_every_form(given, tmp_path, monkeypatch, c
     forms = {
         "one word": ["\n ".join(WORDS)],
         "many words": ["python3", "-m", "verl.trainer.main_ppo", *WORDS],
-        "file": ["--file", str(tmp_path / "run.sh")],
+        "file": [str(tmp_path / "run.sh")],
         "standard input": [],
     }
     monkeypatch.setattr(sys, "argv", ["from_verl", *forms[given]])
@@ -115,10 +115,10 @@ def test_the_command_line_takes_it_in_every_form(given, tmp_path, monkeypatch, c
 
 
 def test_the_module_starts_and_its_errors_are_one_line():
-    start = [sys.executable, "-m", "tools.from_verl", "--file", "no such file"]
+    start = [sys.executable, "-m", "tools.from_verl", "no_such_file.sh"]
     done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("error: --file no such file") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: no_such_file.sh: it cannot be read") and done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------ reading

@@ -66,9 +66,9 @@ def test_its_keys_alone_are_enough():
 @pytest.mark.parametrize("before", [[], ["bash"]])
 def test_a_path_is_read_as_a_file_and_takes_the_scripts_own_words(before, tmp_path):
     path = FIRST / "001_one_step_off.sh"
-    command = read([*before, str(path), "data.seed=5", "trainer.total_epochs=2"], None)
+    command = read([*before, str(path), "data.seed=5", "trainer.total_epochs=2"])
     assert command.values["data.seed"] == 5 and command.values["trainer.total_epochs"] == 2
-    assert len(command.values) == len(read([], path).values) + 1
+    assert len(command.values) == len(read([str(path)]).values) + 1
 
 
 def test_without_torch_it_ends_in_one_line(tmp_path):

@@ -296,44 +296,12 @@ def test_calls_at_once_are_recorded_alike_in_any_order():
     assert [tokens[: len(p)] for (tokens, _), p in zip(found[0][0][1:], (SUB, SUB, OTHER), strict=True)] == [SUB, SUB, OTHER]
 
 
-def test_log_probs_of_all_histories_agree_with_the_learner_s_pass(models):
-    """Sampled by the embedded engine; each history is predicted from its own prompt alone, with others in the same row."""
-    from transformers import AutoModelForCausalLM
-
-    from rl.generation.embedded.engine import TransformersEngine
-    from rl.model.attention import ATTENTION
-
-    engine = TransformersEngine(models["qwen3"], max_length=94, max_num_seqs=4, end_tokens={1, 2, 3, 4, 5, 6})
-    calls = [(1, [20, 9]), (0, [21, 8]), (1, [22, 7, 8]), (2, [23])]
-    prompt = lambda key: [2, 3] if key[1] < 3 else [7, 7, 2]  # noqa: E731
-    generator, _ = agents(calls, engine=engine, prompt=prompt, n=5, length=60)
-    generator.start(0)
-    group = Group.from_bytes(finish(generator).to_bytes())
-    assert sum(len(r.histories or [0]) > 1 for r in group.responses) >= 3
-    batch = Batch.of([group])
-    micro = MicroBatch.of(batch, list(range(5)), torch.device("cpu"))
-    packed = AutoModelForCausalLM.from_pretrained(models["qwen3"], attn_implementation=ATTENTION)
-    plain = AutoModelForCausalLM.from_pretrained(models["qwen3"])
-    with torch.no_grad():
-        logits = packed(**micro.inputs, layout=micro.layout, use_cache=False).logits[0].log_softmax(-1)
-        found = logits[micro.predict].gather(1, micro.labels[:, None])[:, 0]
-        expected = []
-        for response in group.responses:
-            for number, (tokens, mask) in enumerate(runs(response)):
-                ids = ([] if number else [2, 3]) + tokens
-                if tokens:
-                    of_one = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
-                    mask = [False] * (len(ids) - len(tokens)) + mask
-                    expected += [of_one[i - 1, ids[i]] for i in range(len(ids)) if mask[i]]
-    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=0)
-    torch.testing.assert_close(found, batch.rollout_log_prob[micro.index], atol=1e-4, rtol=0)
-    assert batch.mask[micro.index].all() and len(found) == int(batch.mask.sum()) > 40
-
-
 @pytest.mark.parametrize("unlike", [-1, 0])
 def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, ranks, unlike):
-    """--router-replay R3: the routes of each history are those of a pass over it alone, and the learner takes them. unlike: the
-    response whose first call is not its group's; it ends first."""
+    """--router-replay R3: the log-probs and routes of each history are those of a pass over it alone, and those of the learner,
+    with all in one row. unlike: the response whose first call is not its group's; it ends first."""
+    from transformers import AutoModelForCausalLM
+
     from rl.generation.embedded.engine import TransformersEngine
     from rl.learning.args import LearnerArgs
     from rl.learning.learner import Learner
@@ -351,10 +319,10 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     group = Group.from_bytes(finish(generator).to_bytes())
     assert group.prompt_ids.tolist() == [2, 3] and sum(len(r.histories or []) > 2 for r in group.responses) >= 2
     assert (group.responses[0].histories or [1])[0] > 0 or unlike == 0
-    ends, whole = [], engine_of()
+    ends, whole, plain, of_plain = [], engine_of(), AutoModelForCausalLM.from_pretrained(models["moe"]), []
     for response in group.responses:
         end = 0
-        for number, (tokens, _) in enumerate(runs(response)):
+        for number, (tokens, mask) in enumerate(runs(response)):
             end += len(tokens)
             if not tokens:
                 continue
@@ -363,6 +331,8 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
             expected = whole.step()[0].routes[: len(ids) - 1]
             own = response.routes[end - len(tokens) : end - 1]
             assert np.array_equal(own if number else np.concatenate([group.prompt_routes, own]), expected)
+            log_probs = plain(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
+            of_plain += [log_probs[i - 1, ids[i]] for i, own in enumerate(mask, len(ids) - len(tokens)) if own]
         ends += [end - 1 for end in np.cumsum(response.histories or [len(response.token_ids)]).tolist() if end]
     batch = Batch.of([group])
     micro = MicroBatch.of(batch, list(range(5)), torch.device("cpu"))
@@ -370,5 +340,7 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     assert int((micro.routes[:, 0, 0] == UNKNOWN).sum()) == len(ends) and len(micro.routes) == sum(free)
     learner = Learner(models["moe"], LearnerArgs(lr_warmup_steps=0, router_replay="R3"), ranks, 10)
     found, metrics = learner.forward(micro).log_prob, learner.router_metrics()
+    torch.testing.assert_close(found.detach(), torch.stack(of_plain), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.detach(), batch.rollout_log_prob[micro.index], atol=1e-4, rtol=0)
+    assert batch.mask[micro.index].all() and len(found) == int(batch.mask.sum()) > 40
     assert metrics["moe/replay/tokens_differ"] < 0.01

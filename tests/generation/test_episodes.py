@@ -217,15 +217,17 @@ def test_an_environment_that_fails_costs_its_own_response(turn):
 
 
 class Resets(Played):
-    """What each response's reset answers, by its number; that of number 2 comes after number 1's last turn."""
+    """What a reset answers: `reset(the response's number, how often it was reset)`; number 2's comes after number 1's last
+    turn."""
 
-    def __init__(self, *resets: dict):
+    def __init__(self, reset):
         super().__init__(until(2, 1.0))
-        self.resets = resets
+        self.reset, self.begun = reset, []
 
     def begin(self, key, row, seed, own_seed, split):
         super().begin(key, row, seed, own_seed, split)
-        self._pending[-1][1].update(self.resets[key[1]])
+        self.begun.append((key[1], seed, own_seed))
+        self._pending[-1][1].update(self.reset(key[1], [number for number, *_ in self.begun].count(key[1])))
 
     def poll(self, wait=0.0):
         done = super().poll(wait)
@@ -236,7 +238,7 @@ class Resets(Played):
 
 def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_others():
     failed, own, other = {"event": "died", "message": "gone"}, {"prompt": [2, 3, 4]}, {"prompt": [2, 3, 5]}
-    generator, played = make(Resets(failed, own, own, other), n=4)
+    generator, played = make(Resets(lambda number, _: (failed, own, own, other)[number]), n=4)
     generator.start(0)
     while not any(turn for turn in played.turns.values()):
         assert generator.responses.num_unfinished >= 1 and generator.score(generator.decode()) == []
@@ -246,29 +248,16 @@ def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_o
     assert [r.score for r in group.responses] == [None, 2.0, 2.0, None]
     assert "gone" in group.responses[0].error and "another prompt" in group.responses[3].error
     assert generator.responses.num_unfinished == 0 and not played.alive
-    generator, _ = make(Resets(failed, failed), n=2)  # nobody's: the group keeps its prompt
+    generator, _ = make(Resets(lambda *_: failed), n=2)  # nobody's: the group keeps its prompt
     generator.start(0)
     assert [r.score for r in finish(generator).responses] == [None] * 2 and generator.responses.num_unfinished == 0
-
-
-class OnceDown(Played):
-    """Response 0's reset fails `times` times."""
-
-    def __init__(self, times: int):
-        super().__init__(until(2, 1.0))
-        self.times, self.begun = times, []
-
-    def begin(self, key, row, seed, own_seed, split):
-        super().begin(key, row, seed, own_seed, split)
-        self.begun.append((key[1], seed, own_seed))
-        if key[1] == 0 and [number for number, *_ in self.begun].count(0) <= self.times:
-            self._pending[-1][1].update(event="error", message="ConnectionError")
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_reset_that_fails_is_tried_once_more(times):
     """With the same seeds. Nothing has been sampled, and no tool was called."""
-    generator, played = make(OnceDown(times), n=2)
+    failed = {"event": "error", "message": "ConnectionError"}
+    generator, played = make(Resets(lambda number, tries: failed if number == 0 and tries <= times else {}), n=2)
     generator.start(0)
     first, other = finish(generator).responses
     assert other.score == 2.0 and other.extra["restarts"] == 0 and first.extra["restarts"] == 1

@@ -2,6 +2,7 @@
 response is put aside."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,14 +104,10 @@ def test_the_engine_ends_a_response_there_and_samples_nothing_else(models):
         ended = {output.id: output for _ in range(steps) for output in engine.step()}
         begun = {output.id: output for output in engine.unfinished()}
         engine.abort()
-        again = [parts_of(request, begun[request.id]) for request in requests if request.id in begun]
+        again = [replace(request, so_far=begun[request.id]) for request in requests if request.id in begun]
         ended |= drain(engine, again)
         assert {id: output.token_ids for id, output in ended.items()} == {id: o.token_ids for id, o in outputs.items()}
         assert {output.finish_reason for output in ended.values()} == {"stop", "length"}
-
-
-def parts_of(request, output):
-    return type(request)(**vars(request) | {"so_far": output if output.token_ids else None})
 
 
 def make(engine, turns: int) -> Generator:

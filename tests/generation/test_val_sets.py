@@ -89,11 +89,8 @@ def test_the_vote_is_a_metric_of_sources_whose_grader_returns_answers():
 @pytest.mark.parametrize(
     ("grade", "text", "pred"),
     [
-        (graders.gsm8k, "so\n#### 18 ", "18"),
         (graders.gsm8k, "eighteen", None),
         (graders.math_verify, "it is \\boxed{\\frac12}", "\\frac12"),
-        (graders.math_dapo, "Answer:  1/2\nbye", "1/2"),
-        (graders.geo3k, "\\boxed{ 7 }", "7"),
         (lambda *_: {"score": 1, "pred": 7}, "", "7"),
         (lambda *_: {"score": 1}, "", None),
     ],

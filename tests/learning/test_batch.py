@@ -11,10 +11,7 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.algorithm import whole_batch
-from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, Division, pack
-from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch, micro_batches
 from rl.model.attention import SHORT, Packed
 from rl.ranks.dist import Ranks
@@ -142,22 +139,6 @@ def test_unscored_responses_give_a_group_no_signal():
     assert not make_group(0, [1, 1], unscored=(0, 1)).differs and not make_group(0, [1, 1], score=1).differs
 
 
-def test_a_masked_token_is_carried_and_not_trained():
-    group = make_group(0, [5, 4, 3], masked=True)
-    batch = Batch.of([Group.from_bytes(group.to_bytes())])
-    assert batch.mask.tolist() == [True] * 5 + group.responses[1].mask.tolist() + [True] * 3
-
-
-def test_the_score_sits_on_the_last_token():
-    batch = Batch.of([make_group(0, [3, 1, 2], score=None)])
-    assert whole_batch.token_reward(batch).tolist() == [0, 0, 0, 1, 0, 2]
-
-
-def test_a_rank_without_work_still_has_a_forward_pass():
-    micro = MicroBatch.of(Batch.of([make_group(0, [2])]), [], torch.device("cpu"))
-    assert micro.inputs["input_ids"].shape == (1, 1) and len(micro.labels) == len(micro.index) == 0
-
-
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(1, 30), max_size=4)), min_size=1, max_size=6)
 
 
@@ -251,27 +232,3 @@ def test_a_micro_batch_asks_for_logits_of_the_mask_alone(masks, random):
     assert micro.has_responses and micro.real_tokens == len(row)
     of_mask = [i for i in chosen for _ in range(int(batch.mask[batch.seq == i].sum()))]
     assert batch.seq[micro.index].tolist() == of_mask
-
-
-def test_log_probs_and_gradient_are_those_of_the_full_computation(models, ranks):
-    """A fifth of the tokens, and a micro-batch without any: each log-prob to the bit, the gradient to rounding."""
-    learner = Learner(models["qwen3"], LearnerArgs(max_tokens_per_micro_batch=60), ranks, 10, temperature=0.7)
-    rng = np.random.default_rng(0)
-    masks = [(rng.random(20) < 0.2).tolist() for _ in range(4)] + [[False] * 20] * 4
-    masked = Batch.of([group_of(ticket, masks[2 * ticket : 2 * ticket + 2]) for ticket in range(4)])
-    full, weight = dataclasses.replace(masked, mask=torch.ones_like(masked.mask)), torch.from_numpy(rng.standard_normal(160))
-    found = {}
-    for name, batch in {"masked": masked, "full": full}.items():
-        micros, kept = micro_batches(batch, torch.arange(8), 60, ranks), masked.mask
-        log_prob = learner.log_probs_of("policy", batch, [micros])
-        assert (not log_prob[~kept].any()) == (name == "masked")
-        for micro in micros:
-            out = learner.forward(micro, "loss")
-            here = weight[micro.index] * kept[micro.index]
-            ((out.log_prob + 0.1 * out.entropy) * here).sum().backward()
-        assert len(micros) > 2 and ([len(micro.index) for micro in micros].count(0) > 0) == (name == "masked")
-        found[name] = log_prob[kept], torch.cat([p.grad.flatten() for p in learner.policy.parameters()])
-        learner.optimizer.zero_grad()
-    torch.testing.assert_close(found["masked"][0], found["full"][0], atol=1e-6, rtol=1e-6)
-    a, b = (of[1].double() for of in found.values())
-    assert b.norm() > 0 and (a - b).norm() / b.norm() < 1e-6

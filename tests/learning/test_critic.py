@@ -71,13 +71,6 @@ def test_a_value_is_of_what_comes_before_the_token(model, ranks):
         assert not found[batch.seq == i][~of_mask].any()
 
 
-def of_response(lam: float, value: list[float], score: float) -> list[float]:
-    """The returns of one response's trained tokens, whose score comes at its end."""
-    if lam == 1:
-        return [score] * len(value)
-    return [*value[1:], score]
-
-
 @pytest.mark.parametrize("lam", [0.0, 1.0])
 def test_a_step_by_hand(model, ranks, lam):
     """Returns, advantages, the critic's loss over all trained tokens, and its one step of AdamW; the policy learns, too."""
@@ -92,7 +85,8 @@ def test_a_step_by_hand(model, ranks, lam):
     of_policy = torch.zeros_like(returns)
     for i in range(12):
         mine = (batch.seq == i) & batch.mask
-        expected = of_response(lam, value[mine].tolist(), float(batch.score[i]))
+        given, score = value[mine].tolist(), float(batch.score[i])  # the score comes at the response's end
+        expected = [score] * len(given) if lam == 1 else [*given[1:], score]
         assert returns[mine].tolist() == pytest.approx(expected, abs=1e-5)
         of_policy[mine] = torch.tensor(expected)
     difference = (of_policy - value)[batch.mask].double()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import DELTA, SMALL
+from helpers import SMALL
 from transformers import AutoModelForCausalLM
 
 from rl.errors import UserError
@@ -44,12 +44,6 @@ WRONG = {  # what they have -> config, its settings, what the message says
     "heads of two sizes": ("DeepseekV3Config", {}, "DeepseekV3ForCausalLM cannot be run"),
     "no packing": ("StableLmConfig", {}, "StableLmForCausalLM cannot be run"),
     "no causality": ("Gemma3TextConfig", dict(head_dim=16, use_bidirectional_attention=True), DIFFERS),
-    "lightning": (
-        "MiniMaxConfig",
-        dict(head_dim=16, num_local_experts=2, layer_types=["linear_attention", "full_attention"]),
-        "",
-    ),
-    "hybrid": ("OlmoHybridConfig", {n: x for n, x in DELTA.items() if n != "head_dim"} | {"linear_num_value_heads": 2}, ""),
     "convolutions": ("Lfm2Config", dict(layer_types=["conv", "full_attention"]), ""),
 }
 

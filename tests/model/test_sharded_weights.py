@@ -1,4 +1,4 @@
-"""Each learner reads its own part of the weights from the files, and no rank holds the whole model."""
+"""Weights are those that transformers reads, and no rank holds the whole model. Its own part of them: test_layouts.py."""
 
 import json
 import re
@@ -162,21 +162,6 @@ def test_the_check_at_the_start_holds_a_layer_at_a_time(families, tmp_path, monk
     in_layers = sum(size for name, size in sizes.items() if "layers." in name or "blocks." in name)
     assert 0 < most < sum(sizes.values()) - 0.45 * in_layers
     assert all(parameter.is_meta for parameter in weights.model.parameters())
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(
-    ("ranks", "flags", "of"),
-    [
-        (3, {}, ["qwen3-vl-moe"]),
-        (4, {"expert_parallel": 2}, ["moe"]),
-        (2, {"param_offload": True}, ["qwen2-tied", "qwen2.5-vl"]),
-    ],
-)
-def test_every_rank_reads_its_own_part(families, ranks, flags, of):
-    """Along the first dimension, evenly or not, and of experts that share them."""
-    done = run_script("tests/programs/load_parts.py", json.dumps(flags), *(families[kind] for kind in of), ranks=ranks)
-    assert done.stdout.count("the same on all ranks") == len(of), done.stdout
 
 
 @pytest.mark.runs

@@ -3,11 +3,9 @@ the first node's ranks wait for them.
 
     torchrun --nnodes 2 ... node_failures.py refused | raised | killed
     torchrun --nnodes 2 --max-restarts 3 ... node_failures.py restarted DIRECTORY         twice, and then all is well
-    torchrun --nnodes 2 ... node_failures.py impatient SCRIPT FLAGS         the script, which waits a second for shared files
 """
 
 import os
-import runpy
 import signal
 import sys
 import time
@@ -41,9 +39,4 @@ def main(ranks: dist.Ranks) -> None:
     dist.barrier()
 
 
-if sys.argv[1] == "impatient":
-    dist.SHARED_SECONDS = 1
-    sys.argv = sys.argv[2:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-else:
-    process.run(main, join=lambda: dist.init(60))
+process.run(main, join=lambda: dist.init(60))

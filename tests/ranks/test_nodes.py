@@ -95,7 +95,8 @@ def test_all_ranks_meet_again_when_torchrun_restarts_them(tmp_path, network):
 @pytest.mark.timeout(150)
 def test_nodes_that_share_no_directory_are_refused(demo_model, tmp_path, network):
     own = tmp_path / "own"  # a different directory on each node
-    flags = ["tests/programs/node_failures.py", "impatient", ROOT / "train_sync.py", "--experiment-name", "run"]
+    impatient = "from rl.ranks import dist; dist.SHARED_SECONDS = 1"
+    flags = ["tests/programs/patched.py", impatient, ROOT / "train_sync.py", "--experiment-name", "run"]
     flags += ["--output-dir", own, "--total-training-steps", 1, "--no-val-before-train"]
     consoles = network(2, own=own).start([(1, flags)] * 2).wait(120)
     assert [code for code, _ in consoles] == [1, 1], consoles

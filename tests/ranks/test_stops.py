@@ -14,6 +14,17 @@ from helpers import eventually, left_over, marked, run_script, start
 
 pytestmark = pytest.mark.runs
 FLAGS = ["--total-training-steps", 20, "--test-freq", 0, "--experiment-name", "run"]
+LOADS = """
+import time
+from rl.learning.learner import Learner
+
+def load_slowly(*arguments, load=Learner.__init__, **keywords):
+    print("loading", flush=True)
+    time.sleep({})
+    load(*arguments, **keywords)
+
+Learner.__init__ = load_slowly
+"""
 OURS = r"^(?:error|warning|SIGTERM|Ctrl-C|rank \d|learner \d|generator \d|step)\b.*"
 
 
@@ -71,7 +82,7 @@ def test_sigterm_to_one_rank_stops_the_job_and_it_resumes(script, rank, name, de
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_while_a_model_loads_ends_all_ranks_at_once(rank, demo_model, tmp_path):
-    words = ["tests/programs/slow_learner.py", 10_000, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    words = ["tests/programs/patched.py", LOADS.format(10_000), "train_async.py", *FLAGS, "--output-dir", tmp_path]
     code, console = strike(signal.SIGTERM, rank, words, lambda console: "loading" in console)
     name = ["learner 0 (rank 0)", "generator 0 (rank 1)"][rank]
     assert code != 0 and re.findall(OURS, console, re.M) == [f"SIGTERM to {name}: stopped; training had not begun"]
@@ -110,7 +121,8 @@ def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(demo_model,
     flags = [*FLAGS, "--total-training-steps", 1000, "--output-dir", tmp_path]
     job = machines.start([(1, ["train_async.py", *flags, "--generators", g]) for g in (0, 1)])
     assert eventually(lambda: len(steps(tmp_path)) >= 2 or job.processes[0].poll() is not None, 200), job.wait(10)
-    os.kill(machines.nodes[1].ranks()[0], signal.SIGTERM)
+    (generator,) = (pid for pid, name in machines.nodes[1].processes().items() if "-" in name)
+    os.kill(generator, signal.SIGTERM)
     assert [code for code, _ in job.wait(200)] == [0, 0]
     first, second = (job.console(number) for number in (0, 1))
     last = steps(tmp_path)[-1]
@@ -124,6 +136,6 @@ def test_a_node_of_generators_alone_that_is_to_leave_stops_all_nodes(demo_model,
 def test_ctrl_c_ends_all_ranks_at_once(moment, demo_model, tmp_path):
     """Also ranks that wait in C++ for one that loads a model. A terminal sends it to all processes."""
     loads = 10_000 if moment == "loading" else 0
-    words = ["tests/programs/slow_learner.py", loads, "train_async.py", *FLAGS, "--output-dir", tmp_path]
+    words = ["tests/programs/patched.py", LOADS.format(loads), "train_async.py", *FLAGS, "--output-dir", tmp_path]
     code, console = strike(signal.SIGINT, None, words, lambda console: moment in console)
     assert code != 0 and not re.search(r'File ".*/(rl/|train_)', console) and "forcefully exiting via" not in console, console

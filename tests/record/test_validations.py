@@ -194,6 +194,20 @@ def test_a_checkpoint_waits_for_validations_that_cannot_be_made_again(flags, don
 
 # --------------------------------------------------------------------------------------------------------------- runs
 
+WORSE_AND_WORSE = """
+from rl import training_run
+from rl.samples.channel import Inbox
+
+take, metrics, accuracies = Inbox.take_validations, training_run.validation_metrics, iter(range(10, 0, -1))
+
+def worse(rows):
+    accuracy = next(accuracies) / 10
+    return {name: accuracy if "/acc/" in name else value for name, value in metrics(rows).items()}
+
+# so slow that none arrives before the learners wait for it
+Inbox.take_validations = lambda inbox, until=None: [] if until is None else take(inbox, until)
+training_run.validation_metrics = worse
+"""
 SMALL = ["--val-max-samples", "16", "--lr-scheduler-type", "constant", "--lr-warmup-steps", "0", "--max-response-length", "4"]
 
 
@@ -212,8 +226,8 @@ def test_validations_that_arrive_together_are_all_recorded_and_best_is_the_best(
 ):
     """With one checkpoint kept: that of step 2, which is better than all later ones, has made room when the run ends."""
     flags = [*flags, *SMALL, "--max-ckpt-to-keep", "1", "--total-training-steps", "6", "--save-freq", "2"]
-    how = {"ranks": 1 + (script != "train_sync"), "env": {"SCRIPT": script}}
-    metrics, run, _ = train("tests/programs/worse_and_worse.py", *flags, out=tmp_path, **how)
+    words = [WORSE_AND_WORSE, f"{script}.py", *flags]
+    metrics, run, _ = train("tests/programs/patched.py", *words, out=tmp_path, ranks=1 + (script != "train_sync"))
     expected = {step: (10 - number) / 10 for number, step in enumerate(validated)}
     assert accuracies(run) == expected
     lines = strict(run / "validations.jsonl")

@@ -100,6 +100,13 @@ def test_groups_differ_in_more_than_the_seed(tmp_path):
     assert groups == {"train_sync": 3, "train_sync --lr 1.0": 3}
 
 
+def test_a_group_is_named_by_what_it_does_not_share_with_most(tmp_path):
+    for name, more in {"a": {}, "b": {"lr": 2.0}, "c": {"rollout_n": 4}}.items():
+        write(tmp_path / name, rows(2), **{"lr": 1.0, "rollout_n": 8} | more)
+    labels = [group.label for group in group_runs([load(path) for path in sorted(tmp_path.iterdir())])]
+    assert labels == ["train_sync", "train_sync --lr 2.0", "train_sync --rollout-n 4"]
+
+
 def test_a_digest_tells_a_fork_from_its_parent(tmp_path, monkeypatch):
     """The script, a module next to it that it imports, and its reward function count; a file that nothing imports does not."""
     script, reward, module = (tmp_path / name for name in ("train_mine.py", "reward.py", "helper_of_mine.py"))

@@ -6,7 +6,6 @@ import pytest
 from helpers import bits, train
 
 from rl.generation.responses import Key
-from rl.record.validations import rows_of
 from rl.rewards.args import RewardArgs
 from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
 from rl.rewards.pool import ScoringPool
@@ -206,43 +205,3 @@ def test_a_run_that_waited_trains_the_bits_of_one_that_had_no_outage(script, ran
     assert "in a row could not be scored" in done.stderr and "are scored again, after" in done.stderr
     assert all(metrics[step]["reward/unscored"] == 0 for step in range(1, 5))
     assert bits(run) == bits(found["without"][1])
-
-
-BROKEN_ENVIRONMENT = """
-import os
-from pathlib import Path
-
-broken, begun, calls = (Path(__file__).with_name(name) for name in ("broken", "begun", "calls"))
-
-
-class Sums:
-    def step(self, message):
-        with calls.open("a") as file:
-            file.write("x")
-            number = os.fstat(file.fileno()).st_size
-        if number >= 150 and not begun.exists():
-            begun.touch(), broken.touch()
-        if broken.exists():
-            raise ConnectionError("the sandbox is gone")
-        return [], float(len(message["content"]) % 2), True
-"""
-
-
-@pytest.mark.runs
-@pytest.mark.parametrize(("script", "ranks"), [("train_sync.py", None), ("train_async.py", 2)])
-def test_an_environment_that_stays_out_ends_the_run_and_the_same_command_resumes_it(script, ranks, tmp_path):
-    """Before a step without a score, with a checkpoint after the step before. No prompt is lost."""
-    (tmp_path / "mine.py").write_text(BROKEN_ENVIRONMENT)
-    flags = ["--env", tmp_path / "mine.py:Sums", "--total-training-steps", 6, "--test-freq", 0, "--lr", 1e-3]
-    flags += ["--outage-timeout", 1, "--experiment-name", "run", "--save-freq", 50]
-    metrics, run, done = train(script, *flags, out=tmp_path / "runs", ranks=ranks, check=False)
-    last = max(metrics)
-    assert done.returncode == 1 and 2 <= last < 6, done.stderr
-    assert f"responses of step {last + 1} could not be scored by " in done.stderr and "the sandbox is gone" in done.stderr
-    assert f"resume from {run / f'step_{last:06d}'} with the same command" in done.stderr
-    (tmp_path / "broken").unlink()
-    metrics, run, done = train(script, *flags, out=tmp_path / "runs", ranks=ranks)
-    assert f"resumes after step {last} of 6" in done.stdout and max(metrics) == 6
-    assert all(metrics[step]["reward/unscored"] == 0 for step in range(last + 1, 7))
-    groups = [group["ticket"] for row in rows_of(run / "groups.jsonl") for group in row["groups"]]
-    assert sorted(groups) == [*range(48)], "each prompt was trained once"

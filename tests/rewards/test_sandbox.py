@@ -93,20 +93,6 @@ def test_nor_do_they_as_a_user_without_rights(tmp_path):
     check(found)
 
 
-def weakened(monkeypatch, change) -> str:
-    """What the probe says of a sandbox whose command is changed."""
-    command = sandbox._command
-
-    def weak(place: Path) -> dict:
-        how = command(place)
-        return how | {"args": change(how["args"])}
-
-    monkeypatch.setattr(sandbox, "_command", weak)
-    with pytest.raises(NoSandbox, match="the sandbox does not hold, so no program is run") as refused:
-        sandbox.check.__wrapped__()
-    return str(refused.value)
-
-
 def put_in(*options: str):
     """With these options in front of --proc."""
     return lambda args: [*args[: args.index("--proc")], *options, *args[args.index("--proc") :]]
@@ -136,7 +122,15 @@ WITHOUT_FILTER = replaced("        _refuse_calls()", "        pass")
     ],
 )
 def test_the_probe_finds_a_wall_that_has_fallen(monkeypatch, change, message):
-    assert message in weakened(monkeypatch, change)
+    command = sandbox._command
+
+    def weak(place: Path) -> dict:
+        how = command(place)
+        return how | {"args": change(how["args"])}
+
+    monkeypatch.setattr(sandbox, "_command", weak)
+    with pytest.raises(NoSandbox, match=f"the sandbox does not hold, so no program is run.*{message}"):
+        sandbox.check.__wrapped__()
 
 
 NORMAL = {

@@ -9,7 +9,7 @@ from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from math_grader.graders import geo3k, gsm8k, gsm8k_flexible, math_dapo
+from math_grader.graders import gsm8k, gsm8k_flexible, math_dapo
 from rl.rewards.verifiers import BUILT_IN, CODE, exact, verifier, verifier_name
 
 ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
@@ -46,10 +46,6 @@ def test_verls_name_math_is_verls_grader():
 def test_scales():
     assert math_dapo("", "Answer: 4", "4") == {"score": 1, "acc": 1, "undecided": 0, "pred": "4"}
     assert math_dapo("", "4", "4") == {"score": -1, "acc": 0, "undecided": 0}
-    assert geo3k("", r"<think>a</think> so \boxed{5}.", "5")["score"] == pytest.approx(1.0)
-    assert geo3k("", r"so \boxed{5}.", "5")["score"] == pytest.approx(0.9)
-    assert geo3k("", r"<think>a</think> so \boxed{6}.", "5")["score"] == pytest.approx(0.1)
-    assert geo3k("", "5", "5")["score"] == 0
     assert exact("demo", " 46 ", "46") == 1 and exact("demo", "4 6", "46") == 0
     assert gsm8k("", "#### 7", "72", format_score=0.1)["score"] == 0.1 and gsm8k("", "7", "72", format_score=0.1)["score"] == 0
     assert gsm8k("", "#### 72 or 7", "72", format_score=0.1)["score"] == 0, "two numbers are not the format"

@@ -133,7 +133,6 @@ def test_a_full_disk_leaves_a_step_out_and_no_more(tmp_path, capfd, monkeypatch)
 
 
 SLOW = """
-import runpy
 import time
 from rl.checkpoint.saver import Saver
 from rl.samples.recorder import Recorder
@@ -149,15 +148,13 @@ def save_if_recorded(self, step, *its):
     save(self, step, *its)
 
 Recorder.write, Saver.save = write_slowly, save_if_recorded
-runpy.run_module("train_sync", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.runs
 def test_a_checkpoint_is_saved_once_its_steps_are_recorded(demo_model, tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
     flags = ("--total-training-steps", 3, "--save-freq", 2, "--test-freq", 0, "--output-dir", tmp_path / "runs")
-    run_script(tmp_path / "slow.py", *flags)
+    run_script("tests/programs/patched.py", SLOW, "train_sync.py", *flags)
     (run,) = (tmp_path / "runs").iterdir()
     assert Record(run).steps == [1, 2, 3] and len((run / "groups.jsonl").read_text().splitlines()) == 3
 

@@ -32,6 +32,14 @@ def words(recipe, device: str, tmp_path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
+def parse(recipe, device: str, tmp_path):
+    """(torchrun's words, the script's module, its Args), the flags checked."""
+    given = words(recipe, device, tmp_path)
+    at = next(i for i, word in enumerate(given) if word in SCRIPTS)
+    module = SCRIPTS[given[at]]
+    return given[:at], module, flags.read(module.Args, args=given[at + 1 :])
+
+
 def number(launcher: list[str], flag: str) -> int:
     return int(launcher[launcher.index(flag) + 1]) if flag in launcher else 1
 
@@ -44,9 +52,7 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
     ranks, nodes = number(given, "--nproc-per-node"), number(given, "--nnodes")
     monkeypatch.setenv("WORLD_SIZE", str(ranks * nodes))  # as torchrun sets it: the check asks for a prompt a rank
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    at = next(i for i, word in enumerate(given) if word in SCRIPTS)
-    module = SCRIPTS[given[at]]
-    args = flags.read(module.Args, args=given[at + 1 :])
+    _, module, args = parse(recipe, device, tmp_path)
     assert "does nothing" not in capfd.readouterr().err
     assert args.seed == 7, "the user's own flags come last"
     generate = args.schedule.generators if args.schedule.split else 0

@@ -300,27 +300,14 @@ def demo(name: str) -> str:
     return str(where)
 
 
-def demo_trained_by(arguments: Sequence[str]) -> str | None:
-    """Return the name of the demo model that a script with these arguments trains, None if it trains another model."""
-    if not any(Path(argument).suffix == ".py" for argument in arguments):
-        return None
-    model = "demo"  # every script's default
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if argument == "--model":
-            model = following
-        elif argument.startswith("--model="):
-            model = argument.removeprefix("--model=")
-    return model if model in VERSIONS else None
-
-
 def command(*arguments, ranks: int | None = None, fresh: bool = False, imported: str = "plain") -> list[str]:
     """What runs a script of the repository, under torchrun if `ranks` is given. `fresh` starts Python, and torchrun, as a user
     does; otherwise they are forks of a process that has `imported` what they need, which saves six seconds a rank: "plain",
-    "vllm", or "packages", without the project's own code, for scripts that bring another. Makes the demo model that the
-    script trains: the script's own time limit is not for that."""
+    "vllm", or "packages", without the project's own code, for scripts that bring another. Makes the demo's models that are
+    named, or else every script's default: the script's own time limit is not for that."""
     assert may_start, "this test starts a run: mark it with pytest.mark.runs"
     arguments = list(map(str, arguments))
-    if name := demo_trained_by(arguments):
+    for name in VERSIONS.keys() & {*arguments} or {"demo"}:
         demo(name)
     if not fresh:
         return [sys.executable, "-S", str(ROOT / "tests/tools/forked.py"), imported, str(ranks or 0), *arguments]

@@ -46,19 +46,6 @@ def enter(pid: int, kinds: Sequence[str] = tuple(SPACES)) -> None:
     platform._uname_cache = None  # the hostname
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with, or an empty one if it exited."""
-    with contextlib.suppress(OSError):
-        return dict(item.partition("=")[::2] for item in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"))
-    return {}
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
 class Space:
     """A process that keeps namespaces alive."""
 
@@ -106,31 +93,23 @@ class Space:
 class Node(Space):
     """A machine. Its link is called e0."""
 
-    def __init__(self, number: int, switch: Space, hosts: Path, own: Path | None, delay: float):
-        self.name, self.address, self._switch = f"node{number}", f"10.77.0.{number}", switch
+    def __init__(self, number: int, switch: Space, hosts: Path, own: Path | None):
+        self.name, self.address, self.switch = f"node{number}", f"10.77.0.{number}", switch
         self.port = f"port{number}"  # the link's other end, at the switch
-        self._delay = None
         setup = f"mount -t tmpfs tmpfs /dev/shm; mount --bind {hosts} /etc/hosts; hostname {self.name}"
         if own:
             (own / self.name).mkdir(parents=True, exist_ok=True)
             setup += f"; mount --bind {own / self.name} {own}"
         super().__init__("--net --uts --ipc --pid --mount --mount-proc", setup, inside=switch)
-        if delay:
-            self._lay_delayed_link(delay)
-        else:
-            switch.run(f"ip link add {self.port} type veth peer name e0 netns {self.pid}")
-        switch.run(f"ip link set {self.port} mtu {MTU} master bridge up")
+        switch.run(f"ip link add {self.port} type veth peer name e0 netns {self.pid}")
         self.run("ip link set lo up")
+        self.join()
+
+    def join(self) -> None:
+        """Join the others by the link, whose ends are there."""
+        self.switch.run(f"ip link set {self.port} mtu {MTU} master bridge up")
         self.run(f"ip link set e0 mtu {MTU} up")
         self.run(f"ip address add {self.address}/24 dev e0")
-
-    def _lay_delayed_link(self, delay: float) -> None:
-        places = [str(self.pid), "e0", str(self._switch.pid), self.port, str(delay)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        line = [sys.executable, ROOT / "benchmarks" / "delayed_link.py", *places]
-        self._delay = subprocess.Popen(line, env=environment(), **pipes)
-        if (said := self._delay.stdout.readline()) != "ready\n":
-            raise Unavailable(f"no delayed link: {said}{self._delay.communicate(timeout=10)[0]}")
 
     def start(
         self, *arguments, console: IO[str], ranks: int | None = None, env: dict[str, str] | None = None, **how
@@ -149,23 +128,6 @@ class Node(Space):
         pipes = {"stdin": subprocess.DEVNULL, "stdout": console, "stderr": subprocess.STDOUT}
         return subprocess.Popen(started, cwd=ROOT, env=where, start_new_session=True, **pipes)
 
-    def end(self) -> None:
-        super().end()
-        if self._delay:
-            self._delay.kill()
-            self._delay.communicate()
-
-    def shape(self, mbit: float) -> None:
-        """Limits the link, each way."""
-        limit = f"root tbf rate {mbit}mbit burst 128kb latency 400ms"
-        self.run(f"tc qdisc replace dev e0 {limit}")
-        self._switch.run(f"tc qdisc replace dev {self.port} {limit}")
-
-    def traffic(self) -> tuple[int, int]:
-        """Bytes received and sent over the link, with all headers."""
-        counted = self.run("cat /proc/net/dev").partition("e0:")[2].split()
-        return int(counted[0]), int(counted[8])
-
     def processes(self) -> dict[int, str]:
         """Living processes here and their names; rank 1 of this node is called node2-1 once it has begun, if it is a fork."""
         own, found = os.stat(f"/proc/{self.pid}/ns/pid"), {}
@@ -175,16 +137,6 @@ class Node(Space):
                     name, _, state = (process / "stat").read_text().partition("(")[2].rpartition(")")
                     found |= {int(process.name): name} if state.split()[0] not in "ZX" else {}
         return found
-
-    def ranks(self) -> list[int]:
-        """The processes of the ranks that have begun here and live, in order."""
-        found = {}
-        for pid, name in self.processes().items():
-            if "-" in name:  # a fork
-                found[name] = pid
-            elif (rank := _environment(pid).get("LOCAL_RANK")) and "LOCAL_RANK" not in _environment(_parent(pid)):
-                found[rank] = pid
-        return [found[name] for name in sorted(found)]
 
     def left_over(self) -> list[str]:
         """Living processes, and what lies in /dev/shm. To be asked when all has ended."""
@@ -226,9 +178,9 @@ class Job:
 class Network:
     """Nodes on one bridge, which is alone in a network namespace of its own."""
 
-    def __init__(self, nodes: int, own: Path | None = None, delays: Sequence[float] = ()):
-        """own: a directory that each node sees as its own; from here its files are in own/node1, own/node2, ... delays: of
-        each node's link, in seconds one way. Raises Unavailable."""
+    def __init__(self, nodes: int, own: Path | None = None):
+        """own: a directory that each node sees as its own; from here its files are in own/node1, own/node2, ... Raises
+        Unavailable."""
         self.nodes: list[Node] = []
         self._jobs: list[Job] = []
         self._directory = Path(tempfile.mkdtemp(prefix="rl-nodes-"))
@@ -240,8 +192,8 @@ class Network:
             self._switch = Space("--net", "true")
             self._switch.run("ip link add bridge type bridge")
             self._switch.run("ip link set bridge up")
-            for number, delay in enumerate([*delays, *[0.0] * (nodes - len(delays))], 1):
-                self.nodes.append(Node(number, self._switch, self._directory / "hosts", own, delay))
+            for number in range(1, nodes + 1):
+                self.nodes.append(Node(number, self._switch, self._directory / "hosts", own))
         except BaseException:
             self.close()
             raise

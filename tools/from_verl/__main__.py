@@ -5,7 +5,7 @@
     python -m tools.from_verl run_qwen.sh data.seed=1   # a script of yours, with what it is called with; nothing in it is run
 
 The output is a shell script: the command, then a comment on every key that has no flag here, and on every variable that the
-script exports. Without words or --file the command is read from standard input. Variables of the script can be set before:
+script exports. Without words the command is read from standard input. Variables of the script can be set before:
 MODEL_PATH=... python -m ...
 """
 
@@ -25,31 +25,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.from_verl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--file", type=Path, help="a shell script that starts verl")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help="verl's command, or its key=value words")
-    args = parser.parse_args()
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="verl's command, its key=value words, or a script with its own")
     try:
-        print(report(read(args.words, args.file)))
+        print(report(read(parser.parse_args().words)))
     except UserError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(1)
 
 
-def read(words: list[str], file: Path | None) -> Command:
+def read(words: list[str]) -> Command:
     if words and words[0] in ("bash", "sh") and words[1:]:
         words = words[1:]
-    if file is None and words and _is_path(words[0]):
-        file = Path(words[0])
-        words = words[1:]
-    if file is not None:
+    if words and _is_path(words[0]):
         try:
-            return read_script(file.read_text(), words)
+            return read_script(Path(words[0]).read_text(), words[1:])
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--file {file}: it cannot be read ({error}).") from None
+            raise UserError(f"{words[0]}: it cannot be read ({error}).") from None
     if not words and not sys.stdin.isatty():
         words = [sys.stdin.read()]
     if not any(word.strip() for word in words):
-        raise UserError("nothing to translate: give verl's command, its key=value words, or --file. --help shows examples.")
+        raise UserError("nothing to translate: give verl's command, its key=value words, or a script. --help shows examples.")
     return read_text(words[0]) if len(words) == 1 else read_words(words)
 
 
@@ -96,17 +91,15 @@ def report(command: Command) -> str:
         lines += ["# REFUSED TODAY. The script ends at once with:", *(f"#   {line}" for line in found.refusal.splitlines()), ""]
     heads = {NOT_HERE: "not here", "unknown": "unknown: no key of verl's that this program knows", NOT_NEEDED: "not needed"}
     for kind, head in heads.items():
-        rows = {f"{key}={shown(command, key)}": why for key, (verdict, why) in found.verdicts.items() if verdict == kind}
+        rows = {
+            f"{key}={command.values.get(key, '')}": why for key, (verdict, why) in found.verdicts.items() if verdict == kind
+        }
         lines += [f"# {head} ({len(rows)})"] if rows else []
         lines += [f"#   {key}" + (f": {why}" if why else "") for key, why in rows.items()]
     translated = sum(verdict == "translated" for verdict, _ in found.verdicts.values())
     lines += [f"# {translated} of {len(found.verdicts)} keys are in the command above, as docs/from-verl.md says"]
     lines += [*environment.lines(command), *(f"# note: {note}" for note in found.notes)]
     return "\n".join(lines)
-
-
-def shown(command: Command, key: str) -> str:
-    return str(command.values.get(key, ""))
 
 
 if __name__ == "__main__":

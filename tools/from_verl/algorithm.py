@@ -19,23 +19,6 @@ def estimator(run: Run) -> dict[str, object]:
     return {"--adv-estimator": "grpo" if word == "grpo_vectorized" else word}
 
 
-def gdpo_keys(run: Run) -> dict[str, object]:
-    return _of_gdpo(run, "reward_keys")
-
-
-def gdpo_weights(run: Run) -> dict[str, object]:
-    return _of_gdpo(run, "reward_weights")
-
-
-def _of_gdpo(run: Run, what: str) -> dict[str, object]:
-    """A list of verl's, which its other estimators do not look at."""
-    key = f"algorithm.gdpo_{what}"
-    if run["algorithm.adv_estimator"] != "gdpo":
-        run.skips(key, "adv_estimator is not gdpo")
-        return {}
-    return {f"--gdpo-{what.replace('_', '-')}": listed(run[key]) or None}
-
-
 def aggregation(run: Run) -> dict[str, object]:
     loss, mode = run["A.actor.policy_loss.loss_mode"], run["A.actor.loss_agg_mode"]
     if loss in ("geo_mean", "sapo", "gspo") and mode != "seq-mean-token-mean":
@@ -79,20 +62,7 @@ def dual_clip(run: Run) -> dict[str, object]:
     return {"--clip-ratio-c": run["A.actor.clip_ratio_c"] if counts else None}
 
 
-def kl_loss(run: Run) -> dict[str, object]:
-    if not run["A.actor.use_kl_loss"]:
-        run.skips("A.actor.kl_loss_coef A.actor.kl_loss_type", "use_kl_loss is off")
-        return {"--use-kl-loss": False}
-    flags = {"--kl-loss-coef": run["A.actor.kl_loss_coef"], "--kl-loss-type": run["A.actor.kl_loss_type"]}
-    return {"--use-kl-loss": True} | flags
-
-
 def kl_in_reward(run: Run) -> dict[str, object]:
-    if not run["algorithm.use_kl_in_reward"]:
-        of = "algorithm.kl_ctrl."
-        keys = ("algorithm.kl_penalty", *(of + key for key in ("type", "kl_coef", "target_kl", "horizon")))
-        run.skips(" ".join(keys), "use_kl_in_reward is off")
-        return {"--use-kl-in-reward": False}
     of = "algorithm.kl_ctrl."
     flags = {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
     flags |= {"--kl-reward-coef": run[of + "kl_coef"]}
@@ -105,10 +75,6 @@ def kl_in_reward(run: Run) -> dict[str, object]:
 def distillation(run: Run) -> dict[str, object]:
     loss, models = "distillation.distillation_loss.", "distillation.teacher_models."
     paths = [key for key in run.given if key.startswith(models) and key.endswith(".model_path")]
-    if not run["distillation.enabled"]:
-        names = ("use_task_rewards", "distillation_loss_coef", "loss_mode", "topk", "use_policy_gradient")
-        run.skips(" ".join([*paths, *(loss + name for name in names)]), "distillation is off")
-        return {}
     if len(paths) > 1:
         named = ", ".join(key.removeprefix(models).removesuffix(".model_path") for key in paths)
         raise UserError(
@@ -134,10 +100,6 @@ def distillation(run: Run) -> dict[str, object]:
 
 
 def critic(run: Run) -> dict[str, object]:
-    if run["algorithm.adv_estimator"] != "gae":
-        of = "critic.optim.lr critic.ppo_epochs critic.cliprange_value critic.model.path"
-        run.skips(f"algorithm.lam trainer.critic_warmup {of}", "only gae has a critic")
-        return {}
     epochs = run["A.actor.ppo_epochs"] if run["critic.ppo_epochs"] is None else run["critic.ppo_epochs"]
     model = run["critic.model.path"]
     return {

@@ -211,22 +211,17 @@ def _programs(text: str, words: Sequence[str]) -> tuple[list[Program], list[str]
         ended = _run_reader(text, words, noted, said)
         noted.seek(0)
         said.seek(0)
-        words = noted.read().decode(errors="replace").split("\0")
+        records = noted.read().decode(errors="replace").split(f"{END_OF_PROGRAM}\0")[:-1]
         complaints = said.read().decode(errors="replace").strip().splitlines()
     if any("syntax error" in line or "unexpected EOF" in line for line in complaints):
         raise UserError(f"bash cannot read it: {complaints[0]}")
-    found = []
-    while END_OF_PROGRAM in words:
-        end = words.index(END_OF_PROGRAM)
-        found.append(_program(words[:end]))
-        words = words[end + 1 :]
-    return found, complaints + [UNENDING] * (not ended)
+    return [_program(record) for record in records], complaints + [UNENDING] * (not ended)
 
 
-def _program(words: list[str]) -> Program:
-    middle = words.index(EXPORTS) if EXPORTS in words else len(words)
-    exports = [pair for pair in words[middle + 1 :] if not pair.startswith("_")]  # these belong to the reader itself
-    return Program(words[:middle], dict(pair.split("=", 1) for pair in exports))
+def _program(record: str) -> Program:
+    words, _, exports = record.partition(f"{EXPORTS}\0")
+    pairs = [pair for pair in exports.split("\0")[:-1] if not pair.startswith("_")]  # these belong to the reader itself
+    return Program(words.split("\0")[:-1], dict(pair.split("=", 1) for pair in pairs))
 
 
 def _run_reader(text: str, words: Sequence[str], noted: IO, said: IO) -> bool:

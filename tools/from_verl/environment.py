@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from tools.from_verl import table
 from tools.from_verl.command import Command
+from tools.from_verl.verl_run import data
 
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)(_|S?$)", re.IGNORECASE)
 OF_A_KEY = re.compile(r".*env_vars\.(\w+)")  # ray_kwargs.ray_init.runtime_env.env_vars.NAME
@@ -20,7 +20,7 @@ class Variable(NamedTuple):
     part: str = ""  # of the values that the row is about, in small letters
 
 
-VARIABLES = [Variable(verdict=verdict, **row) for verdict, rows in table.data("variables.yaml").items() for row in rows]
+VARIABLES = [Variable(verdict=verdict, **row) for verdict, rows in data("variables.yaml").items() for row in rows]
 
 
 def lines(command: Command) -> list[str]:

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from rl.errors import UserError
-from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC
+from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC, data
 
 TRAINERS = {  # part of a module's name -> our script, unless keys say otherwise; the first that is found counts
     "fully_async": ASYNC,
@@ -19,24 +19,12 @@ TRAINERS = {  # part of a module's name -> our script, unless keys say otherwise
 class Other(NamedTuple):
     """Programs that train nothing which a script here trains."""
 
-    names: tuple[str, ...]  # parts of a module's name
+    names: list[str]  # parts of a module's name
     what: str
     instead: str
 
 
-OTHERS = [
-    Other(("main_eval",), "grades responses in a file",
-          "train_sync.py --val-only --val-files ... samples and grades in one run"),
-    Other(("main_generation",), "samples responses",
-          "train_sync.py --val-only --val-files ... --log-val-generations N does too; docs/serving.md serves a model"),
-    Other(("model_merger", "merge_lora"), "merges verl's checkpoints",
-          "a checkpoint here is a Hugging Face directory; merge verl's with verl, and give the result to --model"),
-    Other(("convert", "migrate_megatron"), "converts checkpoints", "Hugging Face directories are read and written"),
-    Other(("data_preprocess", "data_process"), "writes data",
-          "verl's parquet files work unchanged; python examples/make_data.py writes gsm8k, geo3k and dapo-math"),
-    Other(("diagnose",), "looks at the machine", "python doctor.py checks it"),
-    Other(("vla.",), "trains robots", "--env file.py:Class takes an environment of text"),
-]  # fmt: skip
+OTHERS = [Other(**row) for row in data("programs.yaml")]
 NAMES = re.compile("|".join(map(re.escape, [*TRAINERS, *(name for other in OTHERS for name in other.names)])))
 
 

@@ -29,34 +29,23 @@ SUBSTITUTION = re.compile(rf"\\.|\$(?!\(\()(?P<command>{PARENS})", re.DOTALL)
 
 def sent_nowhere(script: str) -> str | None:
     """Return the script with its output to files sent to NOWHERE; None if it is not clear what is a redirection."""
-    parts = []
-    end = 0
-    for token in TOKEN.finditer(script):
-        new = _rewritten(token)
-        if new is None:
-            return None
-        parts += [script[end : token.start()], new]
-        end = token.end()
-    return "".join([*parts, script[end:]])
-
-
-def _rewritten(token: re.Match) -> str | None:
-    if token["unclear"]:
+    try:
+        return TOKEN.sub(_rewritten, script)
+    except ValueError:
         return None
+
+
+def _rewritten(token: re.Match) -> str:
+    if token["unclear"]:
+        raise ValueError("unclear")
     if token["one"]:
         return f" {token['number'] or ''}{token['one'][0]}&{NOWHERE} "
     if token["both"]:
         return f" >&{NOWHERE} 2>&{NOWHERE} "
     if token["command"] is not None:
-        command = sent_nowhere(token["command"])
-        return command and f"`{command}`"
-    if not token["words"]:
-        return token[0]
-    commands = [match for match in SUBSTITUTION.finditer(token[0]) if match["command"]]
-    new = token[0]
-    for match in reversed(commands):
-        command = sent_nowhere(match["command"][1:-1])
-        if command is None:
-            return None
-        new = f"{new[: match.start('command')]}({command}){new[match.end('command') :]}"
-    return new
+        return f"`{TOKEN.sub(_rewritten, token['command'])}`"
+    return SUBSTITUTION.sub(_substituted, token[0]) if token["words"] else token[0]
+
+
+def _substituted(found: re.Match) -> str:
+    return f"$({TOKEN.sub(_rewritten, found['command'][1:-1])})" if found["command"] else found[0]

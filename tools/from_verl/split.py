@@ -1,16 +1,16 @@
 """The meaning of verl's keys for devices, for the schedule of asynchronous training and for verl's newer trainer (see
 meanings.py)."""
 
-from tools.from_verl.verl_run import SFT, SYNC, V1, Run
+from tools.from_verl.verl_run import SFT, SYNC, Run
 
 RANKS_ON_A_NODE = 8  # a split that needs no more is taken to be on one node, whatever verl's pools say
 
 
 def off_policy(run: Run) -> dict[str, object]:
-    versions, strategy = run[V1 + "sampler.max_off_policy_threshold"], run[V1 + "sampler.max_off_policy_strategy"]
+    versions, strategy = run["V1.sampler.max_off_policy_threshold"], run["V1.sampler.max_off_policy_strategy"]
     if not run.is_v1 or versions is None:
         why = "null: no bound of the age" if run.is_v1 else "only trainer_mode=separate_async bounds the age"
-        run.skips(f"{V1}sampler.max_off_policy_threshold {V1}sampler.max_off_policy_strategy", why)
+        run.skips("V1.sampler.max_off_policy_threshold V1.sampler.max_off_policy_strategy", why)
         return {}
     run.note(
         f"max_off_policy_threshold {versions} counts the versions that a response spans, --max-staleness the age of its "
@@ -18,17 +18,10 @@ def off_policy(run: Run) -> dict[str, object]:
     )
     if strategy != "drop":
         run.lacks(
-            V1 + "sampler.max_off_policy_strategy",
+            "V1.sampler.max_off_policy_strategy",
             "groups that are too old are dropped and replaced; a lower --staleness-threshold drops fewer",
         )
     return {"--max-staleness": max(0, versions - 1)}
-
-
-def over_sample(run: Run) -> dict[str, object]:
-    colocated = run[V1 + "trainer_mode"] == "colocate_async"
-    if not colocated:
-        run.skips(V1 + "colocate_async.num_warmup_batches", "trainer_mode is another")
-    return {"--over-sample": run[V1 + "colocate_async.num_warmup_batches"] if colocated else None}
 
 
 def devices(run: Run) -> dict[str, object]:

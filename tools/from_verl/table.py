@@ -4,8 +4,9 @@ A row has one or several keys, each with verl's default behind `=`. `new|old` ar
 `A.` for actor_rollout_ref. and `V1.` for trainer.v1. What they become is in `flags`, with a `note` for the document and, unless
 the value is taken over as it is, our word for each of verl's (`words`, and `otherwise` what to say of another), or the function
 that gives the flags their values (`meaning`). Other rows say why nothing has to be set (`unneeded`) or what is missing here
-(`missing`): a default is then the value with which nothing is missing, and `switch` is verl's key without which the row's have
-no effect. Defaults are those of verl's main_ppo; defaults.yaml has what its others set otherwise.
+(`missing`): a default is then the value with which nothing is missing. The keys of a row with a `switch`, a key or key=word of
+verl's, have no effect unless that is on: `idle` says so. Defaults are those of verl's main_ppo; defaults.yaml has
+what its others set otherwise.
 """
 
 import importlib
@@ -13,13 +14,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
-import yaml
-
 from tools.from_verl.command import parse_value
-from tools.from_verl.verl_run import V1, Run
+from tools.from_verl.verl_run import Run, data, in_full
 
 TRANSLATED, NOT_NEEDED, NOT_HERE = "translated", "not needed", "not here"
 
@@ -34,7 +32,8 @@ class Row:
     flags: str  # what they become, as the document shows it
     note: str  # what the words mean here, why they are not needed, or what is missing
     meaning: Callable[[Run], dict[str, object]] | None
-    switch: str
+    switch: str  # without which the keys have no effect
+    idle: str  # what is said of them then
 
     @classmethod
     def of(cls, row: dict[str, str]) -> "Row":
@@ -50,11 +49,29 @@ class Row:
         meaning = _function(row["meaning"]) if "meaning" in row else None
         if "words" in row:
             meaning = partial(_by_words, names[0][0], row["flags"], row["words"], row["otherwise"])
-        return cls(kind, tuple(names), defaults, row.get("flags", ""), note, meaning, row.get("switch", ""))
+        return cls(
+            kind,
+            tuple(names),
+            defaults,
+            row.get("flags", ""),
+            note,
+            meaning,
+            in_full(row.get("switch", "")),
+            row.get("idle", ""),
+        )
 
+    def made(self, run: Run) -> dict[str, object]:
+        """Return the flags that the keys become, with their values; None for one to leave out."""
+        flags = self.flags.split(", ")
+        if self.why_off(run):
+            return {flags[0]: None}
+        return self.meaning(run) if self.meaning else dict(zip(flags, (run[names[0]] for names in self.names), strict=False))
 
-def in_full(name: str) -> str:
-    return name.replace("A.", "actor_rollout_ref.").replace("V1.", V1)
+    def why_off(self, run: Run, key: str = "") -> str:
+        """Return why the key has no effect in a run whose `switch` is off; empty if it has one."""
+        switch, has_word, word = self.switch.partition("=")
+        is_on = switch in ("", key) or (run[switch] == word if has_word else run[switch])
+        return "" if is_on else self.idle or f"{switch} is off"
 
 
 def _default(word: str) -> tuple[str, object]:
@@ -73,11 +90,6 @@ def _by_words(key: str, flag: str, words: dict[object, object], otherwise: str, 
         run.lacks(key, otherwise)
         return {}
     return {flag: words[word]} if flag else {}
-
-
-def data(name: str) -> dict | list:
-    """Return what a YAML file of this folder has."""
-    return yaml.safe_load((Path(__file__).parent / name).read_text())
 
 
 TABLE = {title: [Row.of(row) for row in rows] for title, rows in data("keys.yaml").items()}

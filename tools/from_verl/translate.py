@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 from dataclasses import MISSING, dataclass, replace
+from unittest.mock import patch
 
 import train_async
 import train_one_step_off
@@ -13,6 +14,7 @@ import train_sync
 from rl import flags as command_line
 from rl import parts
 from rl.errors import UserError
+from rl.ranges import flag
 from tools.from_verl import programs, supervised, table
 from tools.from_verl.command import Command
 from tools.from_verl.table import NOT_HERE, NOT_NEEDED, OTHER_DEFAULTS, ROWS, ROWS_OF_SFT, TRANSLATED, Row
@@ -67,8 +69,9 @@ def translate(command: Command) -> Translation:
     rows = ROWS_OF_SFT if is_sft else ROWS
     engine = command.values.get("engine", "fsdp")
     names = {key: table.name_by_reward(key, engine) if is_sft else key for key in command.values}
-    found = {key: table.find(name, rows) for key, name in names.items()}  # key as given -> (row, the table's name), or None
-    values = {name: _resolved(command, key) for key, (_, name) in _known(found)}
+    every = {key: table.find(name, rows) for key, name in names.items()}
+    found = {key: its for key, its in every.items() if its}  # key as given -> (row, the table's name)
+    values = {name: _resolved(command, key) for key, (_, name) in found.items()}
     notes: list[str] = []
     script = SFT if is_sft else script_of(command, values, notes)
     defaults = {name: value for row in rows for name, value in row.defaults.items()}
@@ -77,7 +80,7 @@ def translate(command: Command) -> Translation:
         defaults |= OTHER_DEFAULTS["fsdp_sft_trainer" if "fsdp_sft_trainer" in command.program else "sft_trainer"]
     else:
         defaults |= OTHER_DEFAULTS.get("separate_async" if newer else script, {})
-    wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for _, (row, name) in _known(found)}
+    wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for row, name in found.values()}
     run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults, newer)
     if is_sft:
         run.given |= supervised.ranks(command)
@@ -85,10 +88,13 @@ def translate(command: Command) -> Translation:
     run.missing |= {name: why for name, why in wrong.items() if why}
     run.notes += [*notes, *command.notes, *_clashes(command, found)]
     flags = _flags(run, rows)
-    verdicts = {key: _verdict(run, row_and_name, _resolved(command, key)) for key, row_and_name in found.items()}
+    verdicts = {key: _verdict(run, *its, _resolved(command, key)) if its else ("unknown", "") for key, its in every.items()}
     verdicts |= {key: _deleted(key) for key in command.deleted} | {word: ("unknown", "") for word in command.unread}
     translation = Translation(_launcher(run), script, flags, verdicts, run.notes, [*_gaps(run, flags), *run.gaps], run.forks)
-    translation.refusal = refusal(translation)
+    try:
+        parse(translation)
+    except UserError as error:
+        translation.refusal = str(error)
     return translation
 
 
@@ -109,22 +115,12 @@ def _gaps(run: Run, flags: dict[str, object]) -> list[str]:
     return gaps
 
 
-def _known(found: dict) -> list[tuple[str, tuple[Row, str]]]:
-    return [(key, row_and_name) for key, row_and_name in found.items() if row_and_name]
-
-
 def _launcher(run: Run) -> list[str]:
-    nodes = run.launch["--nnodes"]
+    nodes, ranks = run.launch["--nnodes"], ["--nproc-per-node", str(run.launch["--nproc-per-node"])]
     if nodes == 1:
-        return ["torchrun", "--standalone", "--nproc-per-node", str(run.launch["--nproc-per-node"])]
+        return ["torchrun", "--standalone", *ranks]
     run.note("Start it on every node with its own --node-rank and the first node's address as --master-addr.")
-    words = {
-        "--nnodes": nodes,
-        "--nproc-per-node": run.launch["--nproc-per-node"],
-        "--node-rank": 0,
-        "--master-addr": "localhost",
-    }
-    return ["torchrun", *(str(word) for pair in words.items() for word in pair)]
+    return ["torchrun", "--nnodes", str(nodes), *ranks, "--node-rank", "0", "--master-addr", "localhost"]
 
 
 def script_of(command: Command, given: dict[str, object], notes: list[str]) -> str:
@@ -177,7 +173,7 @@ def _clashes(command: Command, found: dict) -> list[str]:
     """Notes on two names of one setting with two values, and on a configuration that is not verl's."""
     seen = {}
     notes = []
-    for key, (_, name) in _known(found):
+    for key, (_, name) in found.items():
         if name in seen and command.values[seen[name]] != command.values[key]:
             notes.append(f"{seen[name]} and {key} are two names of one setting: the latter counts.")
         seen[name] = key
@@ -191,38 +187,23 @@ def _flags(run: Run, rows: list[Row]) -> dict[str, object]:
     """Return our flags: those of the given keys, and those for which verl's default differs from ours."""
     ours = own_defaults(run.script)
     flags = {}
-    for row in rows:
-        if row.kind != TRANSLATED:
-            continue
-        made = row.meaning(run) if row.meaning else {row.flags: run[row.names[0][0]]}
-        given = any(names[0] in run.given for names in row.names)
-        known = {*ours, *itertools.chain.from_iterable(run.forks.values())}
-        if made and not made.keys() & known:
+    for row in (row for row in rows if row.kind == TRANSLATED):
+        made = row.made(run)
+        of_forks = {*itertools.chain(*run.forks.values())}
+        if made and not made.keys() & {*ours, *of_forks}:
             run.skips(" ".join(names[0] for names in row.names), f"{run.script} has no {' or '.join(made)}")
-        for flag, value in made.items():
-            if flag in itertools.chain.from_iterable(run.forks.values()) and value is not None:
-                flags[flag] = value
-            if value is None or flag not in ours:
-                continue
-            if given or not _same(value, ours[flag]):
-                flags[flag] = value
-    return {flag: value for flag, value in flags.items() if not (value is False and ours[flag] is False)}
+        is_given = any(names[0] in run.given for names in row.names)
+        for name, value in made.items():
+            counts = name in of_forks or (name in ours and (is_given or value != ours[name]))
+            if counts and value is not None and not (value is False and ours[name] is False):
+                flags[name] = value
+    return flags
 
 
 def own_defaults(script: str) -> dict[str, object]:
     """Flag -> default of one of our scripts."""
-    found = {}
-    for name, leaf in parts.leaves(MODULES[script].Args).items():
-        found["--" + name.replace("_", "-")] = None if leaf.default is MISSING else leaf.default
-    return found
-
-
-def _same(ours: object, theirs: object) -> bool:
-    if isinstance(theirs, tuple):
-        return list(theirs) == ours
-    if isinstance(theirs, float) and isinstance(ours, int | float):
-        return float(ours) == theirs
-    return ours == theirs
+    defaults = {flag(name): leaf.default for name, leaf in parts.leaves(MODULES[script].Args).items()}
+    return {name: [*its] if isinstance(its, tuple) else None if its is MISSING else its for name, its in defaults.items()}
 
 
 def _words(flag: str, value: object) -> list[str]:
@@ -231,16 +212,11 @@ def _words(flag: str, value: object) -> list[str]:
     return [flag, *(str(word) for word in (value if isinstance(value, list) else [value]))]
 
 
-def _verdict(run: Run, found: tuple | None, value: object) -> tuple[str, str]:
-    if found is None:
-        return "unknown", ""
-    row, name = found
-    if row.switch and not run[row.switch]:
-        return NOT_NEEDED, f"{row.switch} is off"
+def _verdict(run: Run, row: Row, name: str, value: object) -> tuple[str, str]:
     if name in run.missing:
         return NOT_HERE, run.missing[name]
-    if name in run.idle:
-        return NOT_NEEDED, run.idle[name]
+    if why := row.why_off(run, name) or run.idle.get(name):
+        return NOT_NEEDED, why
     if row.kind == NOT_HERE and table.neutral(row, name, value):
         return NOT_NEEDED, "its value asks for nothing that is missing here"
     return row.kind, row.note
@@ -266,11 +242,8 @@ def _wrong(row: Row, name: str, value: object, default: object) -> str:
         fits = not isinstance(value, bool) and isinstance(value, int if whole else int | float)
     else:
         fits = isinstance(default, list) or name.endswith(LISTS) or not isinstance(value, list | None)
-    return "" if fits else f"verl's default counts instead: expected {_expected(name, default)}"
-
-
-def _expected(name: str, default: object) -> str:
-    return "a whole number" if name in NUMBERS else f"a value such as {default}"
+    expected = "a whole number" if name in NUMBERS else f"a value such as {default}"
+    return "" if fits else f"verl's default counts instead: expected {expected}"
 
 
 def _deleted(key: str) -> tuple[str, str]:
@@ -280,28 +253,15 @@ def _deleted(key: str) -> tuple[str, str]:
     return NOT_NEEDED, "it is taken away"
 
 
-def refusal(translation: Translation) -> str:
-    """Return the script's message if it refuses the command line, else an empty text."""
-    try:
-        parse(translation)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def parse(translation: Translation):
     """Return the script's Args of the command, checked for the number of ranks that its launcher starts, without what forks
     add. Raise UserError if the script would."""
-    added = {*itertools.chain.from_iterable(translation.forks.values())}
-    flags = {flag: value for flag, value in translation.flags.items() if flag not in added}
+    added = {*itertools.chain(*translation.forks.values())}
+    flags = {name: value for name, value in translation.flags.items() if name not in added}
     if flags.get("--adv-estimator") in ("gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"):
         del flags["--adv-estimator"]
     translation = replace(translation, flags=flags)
     launch = dict(zip(translation.launcher, translation.launcher[1:], strict=False))
-    before = dict(os.environ)
-    os.environ["WORLD_SIZE"] = str(int(launch.get("--nnodes", 1)) * int(launch["--nproc-per-node"]))  # as torchrun sets it
-    try:
+    ranks = int(launch.get("--nnodes", 1)) * int(launch["--nproc-per-node"])
+    with patch.dict(os.environ, WORLD_SIZE=str(ranks)):  # as torchrun sets it
         return command_line.read(MODULES[translation.script].Args, args=translation.words()[1:])
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

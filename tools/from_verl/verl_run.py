@@ -1,6 +1,9 @@
 """A verl run to translate: the keys that were given, verl's defaults for the others, and the remarks to print."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
 
 SYNC, ONE_STEP_OFF, ASYNC, SFT = "train_sync.py", "train_one_step_off.py", "train_async.py", "train_sft.py"
 V1 = "trainer.v1."  # keys of verl's newer trainer
@@ -9,7 +12,7 @@ PRESET = "algorithm.rollout_correction"  # a word, or the head of keys
 
 @dataclass
 class Run:
-    """A verl run that is being translated. Keys are in full, under the name that the table uses."""
+    """A verl run that is being translated. Keys have the name that the table uses, in full; methods also take them short."""
 
     script: str
     given: dict[str, object]
@@ -23,22 +26,21 @@ class Run:
     launch: dict[str, int] = field(default_factory=dict)  # torchrun's --nnodes and --nproc-per-node
 
     def __getitem__(self, key: str) -> object:
-        """Return the given value, or verl's default; `A.` stands for actor_rollout_ref."""
-        key = key.replace("A.", "actor_rollout_ref.", 1) if key.startswith("A.") else key
+        """Return the given value, or verl's default."""
+        key = in_full(key)
         return self.given.get(key, self.defaults.get(key))
 
     def has(self, key: str) -> bool:
-        return key.replace("A.", "actor_rollout_ref.", 1) in self.given
+        return in_full(key) in self.given
 
     def lacks(self, key: str, what: str) -> None:
         """Record that the key asks for something that is not here. Nothing is recorded for a default."""
-        key = key.replace("A.", "actor_rollout_ref.", 1)
-        if key in self.given:
-            self.missing[key] = what
+        if self.has(key):
+            self.missing[in_full(key)] = what
 
     def skips(self, keys: str, why: str) -> None:
         """Record that the keys have no effect in this run."""
-        self.idle |= {key.replace("A.", "actor_rollout_ref."): why for key in keys.split()}
+        self.idle |= dict.fromkeys(in_full(keys).split(), why)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -67,13 +69,19 @@ class Run:
         return self["data.max_prompt_length"] + self["data.max_response_length"]
 
     @property
-    def needs_reference(self) -> bool:
-        return bool(self["A.actor.use_kl_loss"] or self["algorithm.use_kl_in_reward"])
-
-    @property
     def corrects(self) -> bool:
         return bool(self[PRESET] or self[PRESET + ".rollout_is"] or self[PRESET + ".rollout_rs"])
 
 
+def in_full(keys: str) -> str:
+    """Return keys without abbreviations: `A.` stands for actor_rollout_ref., `V1.` for trainer.v1."""
+    return keys.replace("A.", "actor_rollout_ref.").replace("V1.", V1)
+
+
 def listed(value: object) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def data(name: str) -> dict | list:
+    """Return what a YAML file of this folder has."""
+    return yaml.safe_load((Path(__file__).parent / name).read_text())

@@ -231,7 +231,7 @@ def _add_times(rows: list[dict[str, float]], notes: list[str]) -> None:
 
 def group_runs(logs: list[Log]) -> list[RunGroup]:
     """Group runs that differ only in seed and names; runs of different code are in different groups. Each group's label is its
-    script and the settings that distinguish it from the others."""
+    script and the settings that it does not share with most others of that script."""
 
     def marks(log: Log) -> dict:
         hardware = log.config.get("hardware", {})
@@ -246,8 +246,10 @@ def group_runs(logs: list[Log]) -> list[RunGroup]:
     for members in kinds.values():
         first = members[0]
         rivals = [marks(others[0]) for others in kinds.values() if _base(others[0]) == _base(first)]
-        differ = [(n, value) for n, value in marks(first).items() if any(other.get(n) != value for other in rivals)]
-        label = " ".join([first.script, *(f"{name} {_short(value) if name == 'code:' else value}" for name, value in differ)])
+        differ = [(n, value) for n, value in marks(first).items() if 2 * sum(o.get(n) == value for o in rivals) <= len(rivals)]
+        label = " ".join(
+            [first.script, *(f"{name} {_short(value) if name == 'code:' else _words(value)}" for name, value in differ)]
+        )
         label += ", off-policy" if first.off_policy else ""
         groups.append(RunGroup(label if first.flags else first.path.name, members))
     for label, count in Counter(group.label for group in groups).items():
@@ -259,6 +261,11 @@ def group_runs(logs: list[Log]) -> list[RunGroup]:
 def _base(log: Log) -> str:
     """Return the script that a replay replays, or else the run's own script."""
     return log.script.removeprefix("replay of ")
+
+
+def _words(value: object) -> str:
+    """A flag's value as on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _short(code: str | None) -> str:
