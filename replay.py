@@ -204,7 +204,7 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
     if validates and not job.val_prompts:
         raise UserError("--without compares validations, and the run has none (--test-freq 0).")
-    resume.check_number(start["contents"], job.prompts, replay.record.directory)
+    resume.check_number(start, len(job.prompts), replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
     if replay.checkpoint:

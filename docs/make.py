@@ -161,7 +161,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "images": "rl/images.py rl/data/image_prompts.py rl/learning/batch_images.py rl/model/vision_forward.py",
             "mixtures of experts": "rl/model/{router,grouped_experts,expert_parallel}.py",
             "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
-            "LoRA": "rl/adapters.py",
+            "LoRA": "rl/learning/adapters.py",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
             "reward functions of your own": "rl/rewards/*",

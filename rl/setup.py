@@ -260,7 +260,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
         tokenizer = with_defaults(tokenizer, args.chat_template_args, args.system_prompt)
     check_model(path, tokenizer, args)
     if args.learner.adapted:
-        from rl.adapters import check_model as check_adapters
+        from rl.learning.adapters import check_model as check_adapters
 
         check_adapters(empty_model(config, args.trust_remote_code), args.learner, f"--model {path}")
     return path, config, tokenizer

@@ -22,7 +22,7 @@ from rl.algorithm.metrics import (
     validation_metrics,
 )
 from rl.background import in_background
-from rl.checkpoint.files import Identity, Resumed
+from rl.checkpoint.files import Resumed, identity_of
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
 from rl.errors import Stopped, UserError
@@ -51,7 +51,7 @@ class LearnerRun:
         state the learner already has, in a run that does not restore it here. Raise UserError if the run cannot resume. A
         collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
-        self._identity = Identity(args, job.script, job.path, job.prompts)
+        self._identity = identity_of(args, job.script, job.path, job.prompts) if learner.ranks.is_main else None
         resumed = Resumed()
         may_exist = launch.restarts() or args.log.experiment_name or args.checkpoint.resume_mode not in ("auto", "disable")
         if may_exist and not args.val_only:
@@ -67,7 +67,7 @@ class LearnerRun:
         if job.teacher_prompts:
             self.record.say(job.teacher_prompts.in_words())
         self.timer = self.record.timer
-        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+        self.saver = Saver(args, job, self.record, self._identity, learner, resumed.origin)
 
     def _restore(self, resumed: Resumed) -> None:
         """Restore what a run has besides its learner."""
@@ -160,7 +160,7 @@ class TrainingRun(LearnerRun):
         if args.log.record_samples != "off" and learner.ranks.is_main:
             self.recorder = Recorder(self.record.dir, self.done, args.log.record_samples == "all")
             start = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
-            self.recorder.begin(self._identity.record | start)
+            self.recorder.begin(self._identity | start)
 
     def _restore(self, resumed: Resumed) -> None:
         if resumed.step:

@@ -21,7 +21,7 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch, Tokens
 from rl.model.policy import Policy
-from rl.model.pretrained import check_model, check_vocabulary, load_config, takes_images
+from rl.model.pretrained import check_second_model, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.dist import Ranks
 from rl.ranks.shards import local
@@ -33,8 +33,7 @@ AGGREGATION = "token-mean"  # of the critic's loss
 def check_critic(path: str, args, policy: str) -> None:
     """Raise UserError unless the model at `path` can be the critic of the one at `policy`. No weights are read."""
     if args.critic.critic_model:
-        tokenizer = check_vocabulary(path, args, policy, "--critic-model", "A critic")
-        check_model(path, tokenizer, args, "--critic-model")
+        check_second_model(path, args, policy, "--critic-model", "A critic")
     if any(takes_images(load_config(at, args.trust_remote_code)) for at in (path, policy)):
         raise UserError(f"--adv-estimator {args.loss.adv_estimator}: models that take images cannot have a critic here.")
 

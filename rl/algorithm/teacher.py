@@ -18,7 +18,7 @@ from rl.errors import UserError
 from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import MicroBatch, micro_batch
-from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve, takes_images
+from rl.model.pretrained import check_second_model, load_config, resolve, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.watchdog import progress
 
@@ -70,8 +70,7 @@ def teacher_path(args, policy: str) -> str:
 def check_teacher(path: str, args, policy: str) -> None:
     """Raise UserError unless the model at `path` can teach the one at `policy`. No weights are read."""
     own, theirs = (load_config(at, args.trust_remote_code, name) for at, name in ((policy, "--model"), (path, "--teacher")))
-    tokenizer = check_vocabulary(path, args, policy, "--teacher", "A teacher")
-    check_model(path, tokenizer, args, "--teacher")
+    tokenizer = check_second_model(path, args, policy, "--teacher", "A teacher")
     if args.teacher.teacher_top_k >= (tokens := len(tokenizer.get_vocab())):
         raise UserError(f"--teacher-top-k {args.teacher.teacher_top_k}: the vocabulary has {tokens:,} tokens. Take fewer.")
     if takes_images(own) or takes_images(theirs):

@@ -14,7 +14,6 @@ safetensors file that torch.distributed.checkpoint reads, on any number of learn
 import json
 import warnings
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -94,24 +93,17 @@ class Resumed:
         return self.origin.step if self.origin else 0
 
 
-class Identity:
-    """A run's identity, by which it resumes as the same run (resume.py): its script, its flags, and what these name."""
+def identity_of(args, script: str, path: str, prompts: PromptDataset) -> dict:
+    """Return a run's identity, by which it resumes as the same run (resume.py), as JSON holds it, without secrets: the script,
+    its flags, and a digest of each content that these name. path: the model's directory or hub name. prompts: to train."""
+    contents = {"model": _digest_model(path), "train_files": _digest_prompts(prompts)}
+    contents["tokenizer"] = _digest_tokenizer(prompts.tokenizer)
+    for name, content in marks(type(args), Content).items():
+        if value := parts.get(args, name):
+            from user_code.files import digest_code  # late: few runs have code of their own
 
-    def __init__(self, args, script: str, path: str, prompts: PromptDataset):
-        """args: the script's. path: the model's directory or hub name. prompts: to train."""
-        self.args, self.script, self.path, self.prompts = args, script, path, prompts
-
-    @cached_property
-    def record(self) -> dict:
-        """Script, flags, and a digest of each content, as JSON holds them, without secrets."""
-        contents = {"model": _digest_model(self.path), "train_files": _digest_prompts(self.prompts)}
-        contents["tokenizer"] = _digest_tokenizer(self.prompts.tokenizer)
-        for name, content in marks(type(self.args), Content).items():
-            if value := parts.get(self.args, name):
-                from user_code.files import digest_code  # late: few runs have code of their own
-
-                contents[name] = _digest_model(resolve(value)) if content.kind == "model" else digest_code(value)
-        return masked(json.loads(json.dumps({"script": self.script, "flags": parts.flat(self.args), "contents": contents})))
+            contents[name] = _digest_model(resolve(value)) if content.kind == "model" else digest_code(value)
+    return masked(json.loads(json.dumps({"script": script, "flags": parts.flat(args), "contents": contents})))
 
 
 def _digest_model(path: str) -> str:

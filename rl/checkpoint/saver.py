@@ -16,16 +16,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase
 
 from rl.background import in_background
 from rl.checkpoint import files
-from rl.checkpoint.files import Identity, checkpoints, hidden, read_tensors, step_of
+from rl.checkpoint.files import checkpoints, hidden, read_tensors, step_of
+from rl.data.job import Job
 from rl.errors import UserError
 from rl.hub import INDEX, on_hub
 from rl.learning.learner import Learner
@@ -39,9 +38,6 @@ from rl.record import validations
 from rl.record.run import Origin, Run
 from rl.samples.group import Group, join_records
 
-if TYPE_CHECKING:
-    from rl.data.image_prompts import ImagePrep
-
 SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
 FILE_BYTES = 5 << 30  # of a file's tensors
 READ_BYTES = 256 << 20  # of tensors that are read at once
@@ -51,20 +47,10 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 class Saver:
     """Saves on all learners together. `save` copies what is to be written and returns; a thread writes it."""
 
-    def __init__(
-        self,
-        args,
-        run: Run,
-        identity: Identity,
-        learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
-        origin: Origin | None,
-        prep: "ImagePrep | None" = None,
-    ):
+    def __init__(self, args, job: Job, run: Run, identity: dict | None, learner: Learner, origin: Origin | None):
         """Rename checkpoints of steps after the origin, which come again. Raise UserError if not all nodes see the run's
         directory. A collective."""
-        self.args, self.run, self.learner, self.tokenizer, self._prep = args, run, learner, tokenizer, prep
-        self._identity = identity.record if learner.ranks.is_main else None
+        self.args, self.job, self.run, self._identity, self.learner = args, job, run, identity, learner
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
         if not all(dist.all_gather_values(dist.sees_main(self.run_dir))):
             raise UserError(
@@ -256,9 +242,9 @@ class Saver:
         self.learner.config.save_pretrained(work)
         # save_pretrained would refuse what it has read, such as a temperature without do_sample.
         self.learner.policy.model.generation_config.to_json_file(work / GENERATION, keys_to_pop=["compile_config"])
-        self.tokenizer.save_pretrained(work)
-        if self._prep:
-            self._prep.save(work)
+        self.job.tokenizer.save_pretrained(work)
+        if prep := self.job.prompts.prep:
+            prep.save(work)
         for name, content in small.items():
             (work / files.TRAINING / name).write_bytes(content)
 

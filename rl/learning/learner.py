@@ -99,7 +99,7 @@ class Learner:
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = self._sharing(ranks)
         self.policy = load_policy(path, args, ranks, self.role, trust_remote_code, seed, self.kind, self.is_known)
-        self.adapters = self.policy.adapters  # of rl/adapters.py, with --lora-rank
+        self.adapters = self.policy.adapters  # of rl/learning/adapters.py, with --lora-rank
         self._check_kernels()
         self.reference = None
         if with_reference:

@@ -56,7 +56,7 @@ def load_policy(
         model.model.visual.requires_grad_(False)
     adapters = None
     if args.adapted and trainable:
-        from rl.adapters import adapt  # late: no other run needs it
+        from rl.learning.adapters import adapt  # late: no other run needs it
 
         adapters = adapt(model, args, f"--model {path}")
     if trainable and args.gradient_checkpointing:

@@ -36,7 +36,7 @@ class Policy(nn.Module):
     """A causal language model over packed rows. It holds [tokens, vocabulary] only where that is small."""
 
     router = None  # of rl/model/router.py, in a mixture of experts
-    adapters = None  # of rl/adapters.py, where the model has some
+    adapters = None  # of rl/learning/adapters.py, where the model has some
 
     def __init__(self, model: nn.Module, logits_kept: int = LOGITS_KEPT):
         super().__init__()

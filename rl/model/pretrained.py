@@ -269,10 +269,10 @@ def reason_of(error: BaseException) -> str:
     return " ".join((text or type(error).__name__).split())[:300]
 
 
-def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model at `path`, which `flag` names. Raise UserError unless it equals that of the model at
-    `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
-    from 7B on). whose: the subject of the message, such as "A teacher"."""
+def check_second_model(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
+    """As `check_model`, of the model that `flag` names; return its tokenizer, which must equal that of the model at `policy`:
+    their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ from 7B
+    on). whose: the subject of the message, such as "A teacher"."""
     load_config(path, args.trust_remote_code, flag)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
     ours = load_tokenizer(policy, args.trust_remote_code).get_vocab()
@@ -284,4 +284,5 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
             f"{flag} {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
             f"{token!r} ({ids}). {whose} reads the policy's tokens: take a model of the same family."
         )
+    check_model(path, tokenizer, args, flag)
     return tokenizer

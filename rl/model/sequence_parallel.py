@@ -67,11 +67,6 @@ class Piece:
         own = x[self.begin : self.begin + self.size]
         return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
 
-    @property
-    def work(self) -> tuple[int, float]:
-        """As `Packed.work`, for this rank, which has a part of the tokens and of the heads."""
-        return self.size, self.row.work[1] / self.sharing
-
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence of the whole row. query [t, H, D]; key, value [t, H_kv, D]; -> [t, H, D]."""
         if (kv := key.shape[1]) < self.sharing:  # one for each rank; its queries all look at the same

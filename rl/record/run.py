@@ -90,7 +90,7 @@ class Run:
     ):
         """origin: the run that resumes, in its directory. notes: for config.json. Raise UserError if it cannot be written."""
         self.timer = Timers()
-        self.enabled, self.total_steps = enabled, total_steps
+        self.enabled = enabled
         self.dir = origin.run_dir if origin else Path(args.log.output_dir)
         if not enabled:
             return

@@ -109,10 +109,10 @@ def test_a_large_model_has_several_files_and_an_index(models, ranks, tmp_path, m
     AutoTokenizer.from_pretrained(models["qwen3_5"]).save_pretrained(path)
     own = load_file(path / "model.safetensors")
     monkeypatch.setattr(saver, "FILE_BYTES", sum(tensor.nbytes for tensor in own.values()) // 3)
-    run = SimpleNamespace(dir=tmp_path / "run", total_steps=9, say=print)
+    run = SimpleNamespace(dir=tmp_path / "run", say=print)
     learner = Learner(str(path), LearnerArgs(), ranks, total_steps=10)
-    identity, tokenizer = SimpleNamespace(record={}), AutoTokenizer.from_pretrained(path)
-    writer = saver.Saver(train_sync.Args(), run, identity, learner, tokenizer, None)
+    job = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(path), prompts=SimpleNamespace(prep=None))
+    writer = saver.Saver(train_sync.Args(), job, run, {}, learner, None)
     writer.save(1, {})
     step = writer.finish(1)
     index = json.loads((step / "model.safetensors.index.json").read_text())["weight_map"]

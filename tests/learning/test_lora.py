@@ -11,9 +11,9 @@ from tiny_vlm import save_vlm
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rl.adapters import AdaptedLinear, check_model
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.adapters import AdaptedLinear, check_model
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner

@@ -5,7 +5,7 @@ layers.
 
 A and B are parameters of the layer itself, whose class is changed in place: every other parameter keeps its name, so files,
 shards, publishes and checkpoints need no translation. peft wraps each layer in a module, which renames all parameters. Values
-and gradients equal peft's to the bit (tests/adapters). A checkpoint also has the adapters in peft's format.
+and gradients equal peft's to the bit (tests/learning/test_lora.py). A checkpoint also has the adapters in peft's format.
 Left out: adapters of a mixture's experts, which are not linear layers, of the vision tower, of the embedding and of the output
 layer; starting from adapters on disk.
 """
