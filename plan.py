@@ -26,8 +26,7 @@ from rl.errors import UserError
 from rl.ranges import Range
 from rl.ranks import process
 from rl.setup import CommonArgs
-from tools.plan.devices import device
-from tools.plan.machine import Machine
+from tools.plan.devices import Machine, device
 from tools.plan.memory_plan import MemoryPlan, plan_memory
 from tools.plan.time_plan import plan_time
 from user_code.server import python_path

@@ -25,8 +25,7 @@ import train_async
 import train_sync
 from rl import flags
 from rl.errors import UserError
-from tools.plan.devices import device
-from tools.plan.machine import Machine
+from tools.plan.devices import Machine, device
 from tools.plan.memory_plan import GB, MemoryPlan, learners_of, node_memory
 
 QWEN3_30B_A3B = dict(

@@ -1,6 +1,6 @@
 """Which objective the gradient of a stale batch estimates without bias: the scripts' own `learn` trains a tabular policy on
 every pair of responses, and the result is compared with exact gradients (benchmarks/learning/unbiased.py makes the table of
-docs/algorithms.md)."""
+docs/algorithms.md). A teacher's is that of KL(policy || teacher)."""
 
 import sys
 
@@ -80,6 +80,65 @@ def test_the_second_update_of_a_batch_is_weighed_too(loss, someones_own):
     policy.moves_to = moved.logits.detach()
     found = unbiased.expected_gradient(train_sync, {"loss_mode": loss, "ppo_epochs": 2}, policy, start, score, update=1)
     assert torch.allclose(found, unbiased.exact_gradients(moved, start, score)["dJ"], atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------- a teacher
+
+ALONE = {"teacher": "some model", "teacher_alone": True}
+
+
+class Taught(unbiased.Tabular):
+    """A policy in the learner's place, with a teacher of the same shape."""
+
+    def __init__(self, policy: unbiased.Tabular, words: int, length: int):
+        super().__init__(words, length, policy.logits.detach())
+        self.teacher = unbiased.Tabular(
+            words, length, torch.randn(policy.logits.shape, generator=torch.Generator().manual_seed(9))
+        )
+
+        self.teacher.targets_of = lambda *_: (self._taught(), None)
+
+    def _taught(self) -> torch.Tensor:
+        self.teacher.batch = self.batch
+        return self.teacher.log_probs_of("policy")
+
+    def kl_gradient(self, sampler: unbiased.Tabular) -> torch.Tensor:
+        """Of the KL to the teacher behind every prefix, by whole distributions, weighed by how often `sampler` comes there."""
+        reached = torch.zeros(len(self.logits))
+        for sequence in sampler.sequences:
+            log_prob = sampler.of(sequence).detach()
+            for place in range(len(sequence)):
+                reached[sampler.row[sequence[:place]]] += log_prob.sum().exp()  # summed over all that may follow
+        log_p, log_t = self.logits.log_softmax(-1), self.teacher.logits.detach().log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_t)).sum(-1)
+        return torch.autograd.grad((reached * kl).sum(), self.logits)[0]
+
+
+@pytest.mark.parametrize("case", [(3, 1, 1.0), (3, 2, 0.7)], ids=["1 token", "2 tokens"])
+@pytest.mark.parametrize("script", [train_one_step_off, train_async])
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "cispo"])
+def test_the_gradient_of_stale_samples_is_that_of_the_kl(case, script, loss):
+    """The expectation over all pairs of responses that another policy draws. With that policy's log-probs in the advantage it
+    would be another one."""
+    policy, sampler, score = unbiased.make_case(*case)
+    policy = Taught(policy, *case[:2])
+    found = unbiased.expected_gradient(script, ALONE | {"loss_mode": loss, "teacher_coef": 0.5}, policy, sampler, score)
+    torch.testing.assert_close(found, -0.5 * policy.kl_gradient(sampler), atol=1e-12, rtol=0)
+
+
+def test_next_to_a_reward_both_gradients_add_up():
+    policy, sampler, score = unbiased.make_case(3, 1, 1.0)
+    policy = Taught(policy, 3, 1)
+    both = unbiased.expected_gradient(train_async, {"teacher": "some model", "teacher_coef": 2}, policy, sampler, score)
+    of_reward = unbiased.exact_gradients(policy, sampler, score)["dJ"]
+    torch.testing.assert_close(both, of_reward - 2 * policy.kl_gradient(sampler), atol=1e-12, rtol=0)
+
+
+def test_from_itself_the_policy_learns_nothing():
+    policy, _, score = unbiased.make_case(3, 2, 0.0)
+    policy = Taught(policy, 3, 2)
+    policy.teacher.logits = policy.logits.detach().clone()
+    assert not unbiased.expected_gradient(train_sync, ALONE, policy, policy, score).any()
 
 
 def test_the_docs_hold_rows_of_the_table_that_the_benchmark_made():

@@ -12,7 +12,6 @@ import pytest
 from checkpoints import damage, rows
 from helpers import ROOT, bits, command, run_script
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.checkpoint import files, resume
 from rl.errors import UserError
@@ -213,11 +212,7 @@ def test_a_named_checkpoint_resumes_with_other_settings_and_prints_them(sync, tm
 
 
 @pytest.mark.runs
-def test_the_export_is_a_hugging_face_model_and_the_best_one_stays(sync):
-    for path in (sync / "step_000020", sync / "best"):
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        assert tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], add_generation_prompt=True)
-        assert model.config.vocab_size >= len(tokenizer)
+def test_the_best_checkpoint_stays(sync):
     best = json.loads((sync / "best" / "best.json").read_text())
     scores = {
         row["training/validated_step"]: row["val-core/demo/acc/mean@1"]

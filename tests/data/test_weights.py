@@ -17,20 +17,16 @@ from rl.data.prompts import PromptOrder
 from rl.data.weights import WeightedOrder
 from rl.errors import UserError
 
-WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+FILES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=6)  # weight and rows of each
 
 
-def files_drawn(order: WeightedOrder, sizes: list[int], tickets: int) -> list[int]:
-    """The file of each ticket."""
-    file_of = [file for file, size in enumerate(sizes) for _ in range(size)]
-    return [file_of[order(ticket)[1]] for ticket in range(tickets)]
-
-
-@given(WEIGHTS, st.integers(0, 2**31), st.data())
-def test_each_file_has_its_part(weights, seed, data):
+@given(FILES, st.integers(0, 2**31))
+def test_each_file_has_its_part(files, seed):
     """Of the first t tickets within one, so of any window within two; with two files, of any window within one."""
-    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
-    drawn = files_drawn(WeightedOrder(sizes, [*map(Fraction, weights)], seed), sizes, 2 * sum(weights) + 7)
+    weights, sizes = zip(*files, strict=True)
+    file_of = [file for file, size in enumerate(sizes) for _ in range(size)]
+    order = WeightedOrder(sizes, [*map(Fraction, weights)], seed)
+    drawn = [file_of[order(ticket)[1]] for ticket in range(2 * sum(weights) + 7)]
     parts = [Fraction(weight, sum(weights)) for weight in weights]
     for file, part in enumerate(parts):
         lead, leads = Fraction(0), [Fraction(0)]  # by how much the file is ahead of its part
@@ -41,9 +37,9 @@ def test_each_file_has_its_part(weights, seed, data):
         assert max(leads) - min(leads) <= (1 if len(weights) <= 2 else 2)
 
 
-@given(WEIGHTS, st.integers(0, 2**31), st.booleans(), st.data())
-def test_each_row_of_a_file_is_visited_equally_often(weights, seed, shuffle, data):
-    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(weights), max_size=len(weights)))
+@given(FILES, st.integers(0, 2**31), st.booleans())
+def test_each_row_of_a_file_is_visited_equally_often(files, seed, shuffle):
+    weights, sizes = zip(*files, strict=True)
     order, again = (WeightedOrder(sizes, [*map(Fraction, weights)], seed, shuffle) for _ in range(2))
     tickets = range(3 * max(sizes) * sum(weights))
     drawn = [order(ticket) for ticket in tickets]

@@ -73,6 +73,17 @@ class Rude:
         state = Path(f"/proc/{helper.pid}/stat").read_text().rpartition(")")[2].split()[0]
         return [], float(state != "Z"), True
 
+    def _prints_much(self, message, write=lambda text: print(text, flush=True)):
+        for _ in range(20):
+            write("x" * (1 << 18))
+        return [], 1.0, True
+
+    def _writes_to_its_files(self, message):
+        return self._prints_much(message, lambda text: [os.write(file, text.encode()) for file in (1, 2)])
+
+    def _has_a_child_print(self, message):
+        return self._prints_much(message, lambda text: subprocess.run(["head", "-c", f"{len(text)}", "/dev/zero"], check=True))
+
     def _sleeps(self, message):
         time.sleep(1.0)
         return [], 1.0, True

@@ -104,9 +104,11 @@ EVENTS |= {"hangs": "timeout"}
 
 @pytest.mark.slow
 def test_what_an_agent_does_costs_its_own_response(model, tmp_path):
-    """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier."""
+    """Each failure is an event of its kind; others are scored, and one that says no reward is for a verifier. One whose budget
+    is used up hears so at its open call, and may still say what it has reached."""
     pool = agents(model, written(tmp_path / "agent.py", RUDE), env_timeout=15.0)
     good = {"good": 2.0, "sends rubbish": 2.0, "leaves children": 2.0, "says nothing": None}
+    good[(cut := "hears that its budget is used up")] = 2.0
     for key in [*EVENTS, *good]:
         pool.begin(key, {"ground_truth": key}, seed=1, own_seed=1)
     found = answers(pool, [*EVENTS, *good])
@@ -114,6 +116,9 @@ def test_what_an_agent_does_costs_its_own_response(model, tmp_path):
     for key in begun:
         pool.ask(key, "step", ids=ids_of("Hi.<|im_end|>"))
     found |= answers(pool, begun)
+    assert found[cut]["history"] == 1  # the same call again extends nothing
+    pool.ask(cut, "end", ids=[])
+    found |= answers(pool, [cut])
     assert {key: answer["event"] for key, answer in found.items() if "event" in answer} == EVENTS
     assert {key: answer["reward"] for key, answer in found.items() if "event" not in answer} == good
     assert "before its first call" in found["calls nothing"]["message"] and "code 3" in found["fails"]["message"]
@@ -121,18 +126,6 @@ def test_what_an_agent_does_costs_its_own_response(model, tmp_path):
     for key in good:
         pool.end(key)
     wait_for(pool, 1)  # no agent, and no child of one
-    pool.close()
-
-
-@pytest.mark.slow
-def test_an_agent_hears_that_its_budget_is_used_up(model, tmp_path):
-    """Its open call is refused; it may still say what it has reached."""
-    pool = agents(model, written(tmp_path / "agent.py", RUDE))
-    pool.begin("a", {"ground_truth": "hears that its budget is used up"}, seed=1, own_seed=1)
-    answers(pool, ["a"])
-    assert says(pool, "a", "Hi.")["history"] == 1  # the same call again extends nothing
-    pool.ask("a", "end", ids=[])
-    assert answers(pool, ["a"])["a"]["reward"] == 2.0
     pool.close()
 
 

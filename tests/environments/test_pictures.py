@@ -39,40 +39,26 @@ ROW = problems("train")[3]
 NUMBER = int(ROW["reward_model"]["ground_truth"])
 N = 3  # responses
 # Shows the model's last words in another conversation, and then an image behind its own: two histories, with images in both.
-AGENT = """
+AGENT = f"""
 import base64, io, json, os, sys, urllib.request
-sys.path[:0] = [{root!r}]
+sys.path[:0] = [{str(ROOT)!r}]
 from tests.programs.shows import following, picture
 
 def image(number):
     picture(number).save(file := io.BytesIO(), "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    url, source = "data:image/png;base64," + data, {{"type": "base64", "media_type": "image/png", "data": data}}
-    return {{
-        "chat/completions": [{{"type": "image_url", "image_url": {{"url": url}}}}, {{"type": "text", "text": "Number?"}}],
-        "responses": [{{"type": "input_image", "image_url": url}}, {{"type": "input_text", "text": "Number?"}}],
-        "messages": [{{"type": "image", "source": source}}, {{"type": "text", "text": "Number?"}}],
-    }}[sys.argv[1]]
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return [{{"type": "image_url", "image_url": {{"url": url}}}}, {{"type": "text", "text": "Number?"}}]
 
 def ask(messages):
-    # returns the model's message, and its text
-    head = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}}
-    given = {{"input": messages}} if sys.argv[1] == "responses" else {{"messages": messages, "max_tokens": 99}}
-    body = json.dumps({{"model": "policy"}} | given).encode()
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/" + sys.argv[1], body, head)
-    found = json.load(urllib.request.urlopen(request))
-    if sys.argv[1] == "chat/completions":
-        said = found["choices"][0]["message"]
-        return said, said["content"]
-    said = found["output"][0] if sys.argv[1] == "responses" else {{"role": "assistant", "content": found["content"]}}
-    return said, said["content"][0]["text"]
+    body, key = json.dumps({{"model": "policy", "messages": messages}}).encode(), os.environ["OPENAI_API_KEY"]
+    url, head = os.environ["OPENAI_BASE_URL"] + "/chat/completions", {{"Authorization": "Bearer " + key}}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, body, head)))["choices"][0]["message"]
 
 number = int(json.load(sys.stdin)["ground_truth"])
 messages = [{{"role": "user", "content": image(number)}}]
-said, _ = ask(messages)
+said = ask(messages)
 ask([{{"role": "user", "content": [*image(number + 1), *image(number + 2)]}}])
-messages += [said, {{"role": "user", "content": image(following(number))}}]
-_, text = ask(messages)
+text = ask([*messages, said, {{"role": "user", "content": image(following(number))}}])["content"]
 print(json.dumps({{"reward": float(text == str(following(number)))}}))
 """
 
@@ -207,10 +193,10 @@ def test_an_environment_that_shows_another_image_starts_over(demo_vl_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["chat/completions", "responses", "messages"])
-def test_an_agent_s_images_are_in_each_of_its_conversations(protocol, demo_vl_model, tmp_path):
-    (tmp_path / "agent.py").write_text(AGENT.format(root=str(ROOT)))
-    world = World(demo_vl_model, brought, agent=f"{sys.executable} {tmp_path / 'agent.py'} {protocol}")
+def test_an_agent_s_images_are_in_each_of_its_conversations(demo_vl_model, tmp_path):
+    """By chat completions; test_protocols.py has images in the other forms."""
+    (tmp_path / "pictures.py").write_text(AGENT)
+    world = World(demo_vl_model, brought, agent=f"{sys.executable} {tmp_path / 'pictures.py'}")
     group = world.group()
     log_probs = world.learned(group)
     for response, of_learner in zip(group.responses, log_probs, strict=True):

@@ -1,9 +1,11 @@
-"""Processes of environments, real ones: what one does costs nobody else anything, and none is left."""
+"""Processes of environments, real ones: what one does costs nobody else anything, none is left, prints are limited,
+and secrets are hidden."""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from processes import descendants
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
+from user_code import server
+from user_code.server import without_secrets
 
 RUDE = Path(__file__).parent / "rude.py"
 
@@ -191,6 +195,35 @@ def test_a_file_that_cannot_be_used_is_a_message(make_pool, spec, said):
         make_pool(spec)
 
 
+LOUD = ("prints much", "writes to its files", "has a child print")
+SLACK = 1 << 10  # the lines that say so
+
+
+@pytest.mark.parametrize(("written", "left_out"), [(1 << 20, False), ((1 << 20) + 1, True), (3 << 20, True)])
+def test_the_first_bytes_are_passed_on(written, left_out, capfd, monkeypatch):
+    monkeypatch.setattr(server, "PRINTED", 1 << 20)
+    reading, writing = os.pipe()
+    passing = threading.Thread(target=server._pass_on, args=(os.fdopen(reading, "rb"), "it"))
+    passing.start()
+    with open(writing, "wb") as pipe:
+        pipe.write(b"x" * written)
+    passing.join(60)
+    said = capfd.readouterr().err
+    assert said.count("x") == min(written, 1 << 20) and said.count("warning: what it prints is left out") == left_out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_episodes_show_a_little_however_they_print(make_pool, capfd, monkeypatch):
+    monkeypatch.setattr(server, "PRINTED", 1 << 20)
+    pool = make_pool()
+    assert {what: answer.get("reward") for what, answer in played(pool, *LOUD).items()} == dict.fromkeys(LOUD, 1.0)
+    pool.close()
+    text = capfd.readouterr()
+    assert not text.out and (1 << 20) - SLACK < len(text.err) < (1 << 20) + SLACK
+    assert text.err.count("is left out from here on") == 1
+
+
 @pytest.mark.slow
 def test_nothing_is_left_when_the_rank_is_killed(model):
     """kill -9 while environments are at work."""
@@ -220,3 +253,38 @@ def test_a_fork_that_fails_costs_its_own_episode(make_pool, tmp_path):
     assert "no process is left" in found["b"]["message"]
     pool.ask("a", "step", ids=[1])
     assert "event" not in answers(pool, ["a"])["a"]
+
+
+# ------------------------------------------------------------------------------------------------ environment variables
+
+
+SECRETS = """
+HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_PROFILE MY_PASSWORD db_passwd SERVICE_CREDENTIALS OPENAI_API_KEY
+SSH_AUTH_SOCK github_token GOOGLE_APPLICATION_CREDENTIALS AZURE_CLIENT_ID Some_Secret_Thing DB_PASS SSHPASS MYSQL_PWD
+GH_PAT HUAWEICLOUD_SDK_AK OBS_SK SENTRY_DSN SLACK_WEBHOOK_URL SMTP_PASSWORD
+"""
+OF_THE_JOB = "MASTER_ADDR MASTER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TORCHELASTIC_RUN_ID GROUP_RANK"
+KEPT = "PATH HOME LANG PWD OLDPWD LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES PYTHONPATH OMP_NUM_THREADS HF_HOME MY_SETTING"
+
+
+def test_secrets_and_the_job_are_kept_back_by_name():
+    environment = dict.fromkeys(f"{SECRETS} {OF_THE_JOB} {KEPT}".split(), "value")
+    assert without_secrets(environment).keys() == {*KEPT.split()}
+    named = {"HF_TOKEN", "AWS_PROFILE", "AWS_SECRET_ACCESS_KEY"}
+    assert without_secrets(environment, ["HF_TOKEN", "AWS_*"]).keys() == {*KEPT.split(), *named}
+    assert without_secrets(environment, ["*"]) == environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("https_proxy", "http://me:word@proxy:1"),
+        ("STORE", "postgres://u:p@host/db"),
+        ("STORE", "postgres://me:a/b@host/db"),
+        ("STORE", "DefaultEndpointsProtocol=https;AccountKey=abc"),
+        ("PIP_EXTRA_INDEX_URL", "https://ghp_x@host/simple"),
+    ],
+)
+def test_a_value_with_a_password_is_kept_back(name, value):
+    plain = {"http_proxy": "http://proxy:1", "X": "a:b@c", "PAGE": "https://host/a"}
+    assert without_secrets({name: value, **plain}) == plain

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from families import FAMILIES, OTHERS, end_tokens, tokenizer_of
+from test_turns import SCHEMA
 
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
@@ -12,17 +13,9 @@ from rl.errors import UserError
 from user_code.tools import KNOWN, Tools
 from user_code.turns import Turns
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-    },
-}
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a cat?"}
-CALLS = {"role": "assistant", "content": "Let me see.", "calls": [{"name": "look_up", "arguments": {"word": "feline"}}]}
-ANSWERS = [{"role": "tool", "name": "look_up", "content": text} for text in ("an animal", "a pet")]
+CALLS = {"role": "assistant", "content": "Let me see.", "calls": [{"name": "calculate", "arguments": {"expression": "feline"}}]}
+ANSWERS = [{"role": "tool", "name": "calculate", "content": text} for text in ("an animal", "a pet")]
 NATIVE = {"qwen2_5", "qwen3", "qwen3_5_think", "qwen3_6", "nemotron_3_nano", "llama3_1", "glm4moe"}
 LACK = {  # what the message says of the others
     "deepseekv3": "never shows the tools",
@@ -40,7 +33,7 @@ LACK = {  # what the message says of the others
 
 
 def turns_of(family: str, form: str = "auto") -> Turns:
-    return Turns(tokenizer_of(family), [TOOL], end_tokens(family), form)
+    return Turns(tokenizer_of(family), [SCHEMA], end_tokens(family), form)
 
 
 def test_each_template_is_looked_at():
@@ -110,7 +103,7 @@ def check_all_is_shown(turns: Turns) -> None:
     more = [{"role": "assistant", "content": "It is a pet.", "calls": []}, USER]
     whole = turns.tokenizer.decode(turns.prompt([], [USER, CALLS, *ANSWERS[:1], *more]))
     for text in (prompt, whole):
-        assert "What is a cat?" in text and all(word in text for word in ("look_up", "Looks a word up.", "word"))
+        assert "What is a cat?" in text and all(word in text for word in ("calculate", "Computes.", "expression"))
     assert "an animal" in between and "an animal" in whole and "feline" in whole
 
 
@@ -128,26 +121,26 @@ def test_what_is_written_is_what_qwen2_5_s_template_writes():
 
 
 def test_gpt_oss_is_refused_without_advice_that_would_end_its_turns_early():
-    for schemas, form in (([], "auto"), ([TOOL], "hermes")):
+    for schemas, form in (([], "auto"), ([SCHEMA], "hermes")):
         with pytest.raises(UserError, match="several messages each") as raised:
             Turns(tokenizer_of("gptoss"), schemas, end_tokens("gptoss"), form)
         assert "eos_token_id" not in str(raised.value)
 
 
 def test_a_prompt_that_explains_calls_is_left_as_it_is():
-    own = {"role": "system", "content": "Call look_up so: <tool_call>...</tool_call>"}
+    own = {"role": "system", "content": "Call calculate so: <tool_call>...</tool_call>"}
     for form in ("hermes", "xml"):
-        tools = Tools([TOOL], form, is_native=False)
+        tools = Tools([SCHEMA], form, is_native=False)
         assert tools.described([own, USER]) == [own, USER]
-    Tools([TOOL], "llama").check_text('Answer {"name": "look_up", "parameters": {"word": ...}}. What is a cat?')
+    Tools([SCHEMA], "llama").check_text('Answer {"name": "calculate", "parameters": {"expression": ...}}. What is a cat?')
     Tools([], "auto").check_text("What is a cat?")
 
 
 def test_a_description_goes_where_the_template_shows_it():
     assert turns_of("gemma", "hermes").tools.role == "user" and turns_of("gemma3", "hermes").tools.role == "system"
-    first = Tools([TOOL], "hermes", is_native=False, role="user").described([USER])
+    first = Tools([SCHEMA], "hermes", is_native=False, role="user").described([USER])
     assert [message["role"] for message in first] == ["user"] and first[0]["content"].endswith("\n\nWhat is a cat?")
-    both = Tools([TOOL], "hermes", is_native=False).described([SYSTEM, USER])
+    both = Tools([SCHEMA], "hermes", is_native=False).described([SYSTEM, USER])
     assert both[0]["content"].startswith("Be brief.\n\n# Tools") and both[1] == USER
 
 
@@ -155,9 +148,9 @@ def test_a_model_that_knows_its_tools_is_shown_none():
     tokenizer = tokenizer_of("qwen2_5")
     tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
     with pytest.raises(UserError, match="never shows the tools"):
-        Turns(tokenizer, [TOOL], end_tokens("qwen2_5"))
+        Turns(tokenizer, [SCHEMA], end_tokens("qwen2_5"))
     tokenizer.chat_template = KNOWN + tokenizer.chat_template
-    tools = Turns(tokenizer, [TOOL], end_tokens("qwen2_5")).tools
+    tools = Turns(tokenizer, [SCHEMA], end_tokens("qwen2_5")).tools
     assert tools.is_native
     tools.check_text("What is a cat?")
 
@@ -175,8 +168,8 @@ def test_a_row_s_prompt_is_the_one_of_its_episode(family, form, tmp_path):
     file.write_text("".join(json.dumps({"prompt": row, "ground_truth": "x", "data_source": "x"}) + "\n" for row in rows))
     prompts = PromptDataset([str(file)], "train", turns.tokenizer, DataArgs(max_prompt_length=9999), None, turns.tools)
     assert [prompt.ids for prompt in prompts] == [turns.prompt(row, []) for row in rows]
-    assert "Looks a word up." in prompts[0].text
-    assert ("Looks a word up." in prompts[1].text) == turns.tools.is_native
+    assert "Computes." in prompts[0].text
+    assert ("Computes." in prompts[1].text) == turns.tools.is_native
 
 
 def test_a_row_whose_prompt_shows_no_tools_is_named(tmp_path):
@@ -186,8 +179,8 @@ def test_a_row_whose_prompt_shows_no_tools_is_named(tmp_path):
     chat.write_text(json.dumps({"prompt": [USER], "ground_truth": "x", "data_source": "x"}) + "\n")
     tokenizer = tokenizer_of("smollm2")
     for path, tools, said in (
-        (file, Tools([TOOL], "hermes"), "rows.jsonl row 0: the prompt is plain text"),
-        (chat, Tools([TOOL], "xml", is_native=False), "chat.jsonl row 0: neither the chat template nor the prompt"),
+        (file, Tools([SCHEMA], "hermes"), "rows.jsonl row 0: the prompt is plain text"),
+        (chat, Tools([SCHEMA], "xml", is_native=False), "chat.jsonl row 0: neither the chat template nor the prompt"),
     ):
         with pytest.raises(UserError, match=said):
             PromptDataset([str(path)], "train", tokenizer, DataArgs(max_prompt_length=9999), None, tools)

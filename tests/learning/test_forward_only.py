@@ -4,10 +4,10 @@ tokens, and a loss that does train such tokens still gets their gradient."""
 import numpy as np
 import pytest
 import torch
-from helpers import make_group
+from helpers import make_group, relative
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import GROUPS, relative
+from test_layouts import GROUPS
 
 import losses
 import train_sync

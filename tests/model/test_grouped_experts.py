@@ -86,12 +86,13 @@ class Gated(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         return gate.clamp(max=1.0).sigmoid() * (up.clamp(-1.0, 1.0) + 1)
 
+    def expert(self, number, x):
+        return self.down_proj[number] @ self._apply_gate(self.gate_up_proj[number] @ x)
+
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         for token, place in itertools.product(range(len(top_k_index)), range(top_k_index.shape[1])):
-            expert, weight = top_k_index[token, place], top_k_weights[token, place]
-            gate_up = self.gate_up_proj[expert] @ hidden_states[token]
-            out[token] += weight * (self.down_proj[expert] @ self._apply_gate(gate_up))
+            out[token] += top_k_weights[token, place] * self.expert(top_k_index[token, place], hidden_states[token])
         return out
 
 
@@ -106,13 +107,9 @@ class Biased(Gated):
     def _apply_gate(self, gate_up):
         return gate_up[..., ::2].sigmoid() * gate_up[..., 1::2]
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden_states)
-        for token, place in itertools.product(range(len(top_k_index)), range(top_k_index.shape[1])):
-            expert, weight = top_k_index[token, place], top_k_weights[token, place]
-            gate_up = hidden_states[token] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
-            out[token] += weight * (self._apply_gate(gate_up) @ self.down_proj[expert] + self.down_proj_bias[expert])
-        return out
+    def expert(self, number, x):
+        inner = self._apply_gate(x @ self.gate_up_proj[number] + self.gate_up_proj_bias[number])
+        return inner @ self.down_proj[number] + self.down_proj_bias[number]
 
 
 LAYOUTS = {Gated: {}, Biased: {"is_concatenated": False, "is_transposed": True, "has_bias": True}}

@@ -12,8 +12,8 @@ import train_async
 from rl import parts
 from rl.errors import UserError
 from tools.plan import devices, memory_plan
+from tools.plan.devices import Machine
 from tools.plan.dry_run import dry_run
-from tools.plan.machine import Machine
 from tools.plan.memory_plan import MemoryPlan
 from tools.plan.workload import lengths_like
 

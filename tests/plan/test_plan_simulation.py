@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.samples.split_schedule import AsyncSchedule
-from tools.plan.machine import Roles
+from tools.plan.devices import Roles
 from tools.plan.simulation import Result, Times, simulate
 from tools.plan.workload import Drawn
 

@@ -1,4 +1,4 @@
-"""Started by tests/tools/layouts.py: runs `learn` of train_sync.py on the same batches, for each layout of ranks and each
+"""Started by test_layouts.py: runs `learn` of train_sync.py on the same batches, for each layout of ranks and each
 loss.
 
 torchrun ... layouts.py OUT JSON

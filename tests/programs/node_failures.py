@@ -1,7 +1,7 @@
 """Started by test_nodes.py with one torchrun per node: ranks of the second node fail in the way that the argument names, while
 the first node's ranks wait for them.
 
-    torchrun --nnodes 2 ... node_failures.py refused | raised | killed
+    torchrun --nnodes 2 ... node_failures.py refused | killed
     torchrun --nnodes 2 --max-restarts 3 ... node_failures.py restarted DIRECTORY         twice, and then all is well
 """
 
@@ -31,8 +31,6 @@ def main(ranks: dist.Ranks) -> None:
         time.sleep(0.5)
         if sys.argv[1] == "refused":
             raise UserError("nothing is right here.\nNothing at all.")
-        if sys.argv[1] == "raised" and ranks.local_rank == 1:
-            raise LookupError("the second node has had enough")
         if sys.argv[1] == "killed":
             os.kill(os.getppid(), signal.SIGKILL)  # which takes the ranks along
         time.sleep(100)

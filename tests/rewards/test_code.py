@@ -142,8 +142,6 @@ def test_values_are_compared_as_verl_does():
     assert not same_value([1, 2], [2, 1]) and not same_value(1, "1") and not same_value([], [[1]])
     assert not same_value(10**400, 0.5) and not same_value(0.5, 10**400)
     assert not same_value({"1": 1}, {"1": 1, "2": 2}) and not same_value(float("nan"), float("nan"))
-    for value in ([1.5, 2.5], [[1, 2], [3]], "x", 7, {"a": 1}):
-        assert same_value(json.loads(json.dumps(value)), value) == bool(np.array_equal(str(value), str(value)))
 
 
 def test_the_last_fenced_block_is_the_program():

@@ -67,18 +67,6 @@ def test_a_recipe_parses_and_its_flags_fit(recipe, device, tmp_path, monkeypatch
 
 # ------------------------------------------------------------------------------------- the tables of flags
 
-FLAG = re.compile(r"`[^`]*`")
-
-
-def flags_of(text: str) -> set[str]:
-    """The flags in the text's code spans: --clip-ratio-low, ..."""
-    return {flag for span in FLAG.findall(text) for flag in re.findall(r"--[a-z][a-z0-9-]+", span)}
-
-
-def verl_pages() -> str:
-    """Return the docs on verl's and TRL's words: the page for readers, and the table of all keys."""
-    return "".join((ROOT / "docs" / name).read_text() for name in ("from-verl.md", "generated/verl-keys.md"))
-
 
 def known_flags() -> set[str]:
     names = {name for module in SCRIPTS.values() for name in parts.leaves(module.Args)}
@@ -115,10 +103,3 @@ def of_diffs() -> set[str]:
 def test_a_page_names_only_flags_that_exist(page):
     named = {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text())}
     assert named - known_flags() - flags_of_tools() - OF_OTHER_PROGRAMS - of_diffs() == set()
-
-
-def test_the_tables_cover_every_flag_of_the_recipes():
-    used = {flag for recipe in RECIPES for flag in re.findall(r"(?<=\s)--[a-z][a-z0-9-]+|(?<=\()--[a-z-]+", recipe.read_text())}
-    mine = {flag.replace("--no-", "--", 1) for flag in used & known_flags()}
-    assert len(mine) > 40
-    assert mine - flags_of(verl_pages()) == set()

@@ -123,15 +123,6 @@ def test_a_boolean_can_be_written_in_every_way(name):
     assert read("--recompute", "none").recompute is None and read().recompute is None
 
 
-def test_values_become_what_the_annotation_says():
-    assert read("--mode", "steady").mode == "steady"
-    assert read("--mode", "None").mode is None
-    assert read("--sizes", "1", "-2").sizes == (1, -2)
-    assert read("--sizes").sizes == ()
-    assert read("--rate", "-1e-3").rate == -1e-3
-    assert read("--top_k", "-1", "--rate=-2").rate == -2
-
-
 FLAGS = re.compile(r"^  (--[\w-]+)", re.MULTILINE)
 
 

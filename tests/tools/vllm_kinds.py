@@ -2,10 +2,15 @@
 
 import copy
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 
 import numpy as np
 import torch
-from tiny_vlm import odd_files, picture, pixels_of, prompt_with_images
+from test_vision import inputs_of, reference
+from tiny_vlm import odd_files, picture, prompt_with_images
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from vllm_checks import (
     BOUND,
@@ -57,40 +62,18 @@ class Pictures(Texts):
 
     @torch.no_grad()
     def log_probs(self, model, prompt, tokens: list[int], old=None, kept: int = 0) -> torch.Tensor:
-        """By transformers' own forward. An image or video token in the response is text: it goes in under a new id with the
-        same embedding, by which transformers does not know it."""
-        (ids, images), marks = prompt, [model.config.image_token_id, model.config.video_token_id]
-        row = torch.tensor([ids + tokens])
-        of_images = torch.zeros_like(row)
-        of_images[0, : len(ids)] = row[0, : len(ids)] == marks[0]
-        grid = {"image_grid_thw": images.grid} if images else {}
-        positions, _ = model.model.get_rope_index(row, of_images, **grid)
-        rows = model.config.get_text_config().vocab_size
-        for number, mark in enumerate(marks):
-            row[0, len(ids) :][row[0, len(ids) :] == mark] = rows + number
-
-        def hidden(which, start, end, cache):
-            embedding = which.get_input_embeddings()
-            weight = embedding.weight
-            embedding.weight = torch.nn.Parameter(torch.cat([weight, weight[marks]]))
-            out = which.model(
-                input_ids=row[:, start:end],
-                position_ids=positions[:, :, start:end],
-                mm_token_type_ids=of_images[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
-                **({"pixel_values": pixels_of(images)} | grid if images and not start else {}),
-            )
-            embedding.weight = weight
-            return out.last_hidden_state[0], out.past_key_values
-
-        cache, start = None, 0
-        if old is not None:
-            start = len(ids) + kept - 1
-            _, cache = hidden(old, 0, start, None)
-        states, _ = hidden(model, start, row.shape[1], cache)
-        logits = model.lm_head(states[len(ids) + kept - 1 - start : -1])
-        return logits.log_softmax(-1)[torch.arange(len(tokens) - kept), torch.tensor(tokens[kept:])]
+        """By transformers' own forward; an image or video token in the response is text."""
+        whole = SimpleNamespace(ids=prompt[0], images=prompt[1])
+        if old is None:
+            return reference(model, whole, tokens)[kept:]
+        cache, logits = old(**inputs_of(old, whole), use_cache=True).past_key_values, []
+        first = whole.images.next_position if whole.images else len(whole.ids)
+        for place, token in enumerate(tokens[:-1]):
+            which = old if place < kept - 1 else model
+            where = {"position_ids": torch.full((3, 1, 1), first + place), "past_key_values": cache}
+            logits.append(which(input_ids=torch.tensor([[token]]), **where, use_cache=True).logits[0])
+        rows = torch.cat(logits[kept - 1 :]).log_softmax(-1)
+        return rows[torch.arange(len(rows)), torch.tensor(tokens[kept:])]
 
 
 def images(path: str) -> None:

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_bridge import together
+from test_engine import reference_log_probs
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
 from rl.generation.embedded.engine import TransformersEngine
-from rl.generation.engine import Output, Request, SamplingParams
+from rl.generation.engine import Request, SamplingParams
 from rl.ranks import stops
 from rl.transport import bridge
 from rl.transport.bridge import Bridge
@@ -100,16 +101,6 @@ def learner_of(engine: TransformersEngine) -> Holder:
     return learner
 
 
-def log_probs(model: str, state: dict[str, torch.Tensor], output: Output) -> torch.Tensor:
-    """Return the log-probs of the response's tokens, [n], from transformers' own forward pass with these weights."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    assert set(reference.load_state_dict(state, strict=False).missing_keys) <= {"lm_head.weight"}
-    ids = torch.tensor([[*PROMPT, *output.token_ids]])
-    with torch.no_grad():
-        rows = reference(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    return rows.gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
-
-
 @pytest.mark.timeout(900)
 def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models):
     model = models["qwen2-tied"]
@@ -129,11 +120,13 @@ def test_a_token_is_sampled_with_the_weights_whose_version_it_carries(models):
     while engine.num_unfinished:
         done += engine.step()
     assert len(done) == 2
+    reference = AutoModelForCausalLM.from_pretrained(model)
     for output in done:
         versions, found = torch.tensor(output.versions), torch.tensor(output.log_probs)
         assert {*output.versions} == {*range(5)} and output.versions == sorted(output.versions)
         for version, state in published.items():
-            differs = (log_probs(model, state, output) - found).abs()
+            reference.load_state_dict(state, strict=False)  # the head is tied
+            differs = (reference_log_probs(reference, PROMPT, output.token_ids, 1.0) - found).abs()
             assert differs[versions == version].max() < 1e-3
             assert differs[versions != version].mean() > 1e-2, "else the check would say nothing"
 

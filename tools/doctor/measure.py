@@ -23,12 +23,12 @@ from rl import flags
 from rl.generation.engine import Engine, Request, SamplingParams
 from rl.generation.generator import make_engine
 from rl.learning.batch import Batch
+from rl.learning.batch_images import BatchImages
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
 from rl.learning.micro_batches import micro_batches
 from rl.model.attention import linear_layers
 from rl.model.pretrained import resolve
-from rl.model.vision_forward import row_inputs
 from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
@@ -61,14 +61,6 @@ class Sizes:
     requests: int  # at once, and in an update
     prompt: int  # tokens
     response: int
-
-
-class NoImages:
-    """The images of a text-only batch, for a model that takes images (rl/learning/batch_images.py)."""
-
-    def inputs(self, lengths: list[int], after: list[int], owners: list, on: torch.device) -> dict:
-        inputs = row_inputs(lengths, after, [None] * len(lengths))
-        return inputs | {"position_ids": inputs["position_ids"].to(on)}
 
 
 class Checks:
@@ -256,7 +248,7 @@ class Checks:
                 response = Response(ids, log_probs, versions, output.finish_reason, score=score)
                 groups.append(Group(output.id, prompts[output.id], "doctor", [response]))
         batch = Batch.of(groups)
-        batch.images = NoImages() if self.learner.policy.takes_images else None
+        batch.images = BatchImages(None, None, groups) if self.learner.policy.takes_images else None
         return batch
 
 

@@ -1,5 +1,5 @@
-"""Accelerators by name, with the numbers of their makers' data sheets: a plan uses them unless a finished run has measured
-some.
+"""The ranks of a planned job, and accelerators by name, with the numbers of their makers' data sheets: a plan uses these unless
+a finished run has measured some.
 
 A device is what torch counts: each of the two dies of an Ascend 910C. Peaks are dense bf16. Links are per device and direction.
 The network between nodes is the least certain number: it assumes the common one adapter of 400 Gb/s (H) or 200 Gb/s (others) a
@@ -47,3 +47,30 @@ def device(name: str) -> Device:
     if len(found) != 1:
         raise UserError(f"--device {name}: choose one of {', '.join(DEVICES)}, or add yours to tools/plan/devices.py.")
     return found[0]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Ranks of the whole job, by role."""
+
+    engines: int
+    learners: int
+    per_engine: int = 1  # ranks that share an engine (--rollout-tp)
+    colocated: bool = False  # the same ranks generate and learn, in turn (train_sync.py)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The nodes of a job, all alike."""
+
+    nodes: int
+    per_node: int  # ranks
+
+    def split(self, generators: int, per_engine: int) -> Roles:
+        """generators: of each node. Raise UserError if a role gets no rank, or an engine fewer than it needs."""
+        if not 0 < generators < self.per_node or generators % per_engine:
+            raise UserError(
+                f"--generators {generators} of {self.per_node} ranks a node: both roles need a rank, and --rollout-tp "
+                f"{per_engine} must divide the generators."
+            )
+        return Roles(self.nodes * generators // per_engine, self.nodes * (self.per_node - generators), per_engine)

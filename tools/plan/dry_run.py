@@ -10,9 +10,9 @@ the files that tools/plan/images.py names.
 import dataclasses
 import importlib
 import multiprocessing
-import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -25,7 +25,6 @@ from rl import parts
 from rl.algorithm import whole_batch
 from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images
-from rl.errors import UserError
 from rl.learning import placement
 from rl.learning.batch import Batch, Division, pack
 from rl.learning.learner import Learner
@@ -49,7 +48,6 @@ from tools.plan.memory_count import OTHER, MemoryCount
 from tools.plan.workload import Drawn
 
 MICROS = 4  # micro-batches a rank for which prompts are drawn
-LIMIT = 1800  # seconds of a dry run
 
 
 @dataclass(frozen=True)
@@ -79,31 +77,9 @@ def dry_run(
     resolve(args.model)  # here, since a demo model is trained when it is first asked for
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
-    reader, writer = context.Pipe(duplex=False)
     own = {name: parts.get(args, name) for name in parts.leaves(importlib.import_module(script).Args)}
-    what = (script, own, learners, attention, workload, image_size)
-    child = context.Process(target=_in_child, args=(writer, *what), daemon=True)
-    child.start()
-    writer.close()
-    try:
-        result = reader.recv() if reader.poll(LIMIT) else RuntimeError(f"the dry run has not ended within {LIMIT} s")
-    except EOFError:
-        result = RuntimeError("the dry run ended without a result")
-    child.kill()
-    child.join()
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _in_child(writer, *what) -> None:
-    try:
-        writer.send(_run(*what))
-    except UserError as error:
-        writer.send(error)
-    except BaseException as error:  # reported where it is waited for
-        traceback.print_exc()
-        writer.send(RuntimeError(f"{type(error).__name__}: {error}".splitlines()[0]))
+    with ProcessPoolExecutor(1, context) as process:
+        return process.submit(_run, script, own, learners, attention, workload, image_size).result()
 
 
 def _check_models(args: CommonArgs, path: str, config: PretrainedConfig) -> None:

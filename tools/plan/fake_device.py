@@ -17,6 +17,7 @@ which the tests' own refuses.
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -43,42 +44,18 @@ ALLOCATOR_CALLS = ["empty_cache", "get_memory_info", "max_memory_allocated", "ma
 ALLOCATOR_CALLS += ["memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
 
 
-class _Stream:
-    """A queue of work on the device that is always empty."""
+class _Idle(contextlib.nullcontext):
+    """A queue of work on the device that is always empty, or an event that has always happened."""
 
     def __init__(self, *_, **__): ...
 
-    def wait_stream(self, _stream): ...
-
-    def wait_event(self, _event): ...
-
-    def record_event(self, event=None):
-        return event or _Event()
-
-    def synchronize(self): ...
-
-    def __enter__(self): ...
-
-    def __exit__(self, *_): ...
-
-
-class _Event:
-    def __init__(self, *_, **__): ...
-
-    def record(self, _stream=None):
-        return self
-
-    def wait(self, _stream=None): ...
-
-    def synchronize(self): ...
-
-    def query(self) -> bool:
-        return True
+    def __getattr__(self, name: str):
+        return lambda *_, **__: self
 
 
 NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
-    Stream=_Stream,
-    Event=_Event,
+    Stream=_Idle,
+    Event=_Idle,
     is_initialized=lambda: True,
     is_available=lambda: True,
     _is_in_bad_fork=lambda: False,
@@ -86,8 +63,8 @@ NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
     device_count=lambda: 1,
     current_device=lambda: 0,
     set_device=lambda _index: None,
-    current_stream=lambda _device=None: _Stream(),
-    stream=lambda _stream: contextlib.nullcontext(),
+    current_stream=_Idle,
+    stream=_Idle,
     synchronize=lambda _device=None: None,
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     get_device_name=lambda _device=None: "fake",
@@ -122,7 +99,7 @@ def start(world_size: int = 1, attention: str = KIND, made: "Callable[[], FakeDe
     for name in ALLOCATOR_CALLS:
         setattr(torch.accelerator, name, lambda *_: 0)
     torch.accelerator.synchronize = lambda *_: None
-    torch.accelerator.current_stream = _Stream
+    torch.accelerator.current_stream = _Idle
     ranks_dist.broadcast_parts = _same_parts
     torch.distributed.Backend.backend_capability["fake"].append(KIND)
     torch.distributed.init_process_group(f"cpu:fake,{KIND}:fake", rank=0, world_size=world_size, store=FakeStore())
@@ -176,15 +153,9 @@ class FakeDevice(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self._lifted_before)
         return super().__exit__(*error)
 
-    @contextlib.contextmanager
     def host_too(self, yes: bool = True):
         """A context in which tensors made in host memory are fake as well, and so is everything computed from them later."""
-        before = self._host_too
-        self._host_too = yes
-        try:
-            yield
-        finally:
-            self._host_too = before
+        return patch.object(self, "_host_too", yes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -235,8 +206,7 @@ class FakeDevice(TorchDispatchMode):
                 known_values.remember(x, value)
 
     def _known_stand_in(self, x: torch.Tensor, where: torch.device) -> FakeTensor:
-        with self.fake:
-            out = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where)
+        out = self._stand_in(x, where)
         known_values.remember(out, x)
         return out
 
@@ -245,12 +215,12 @@ class FakeDevice(TorchDispatchMode):
         places = known_values.chosen(index)
         return [index] if places is None else [self._known_stand_in(place, index.device) for place in places]
 
-    def _stand_in(self, x: torch.Tensor) -> FakeTensor:
+    def _stand_in(self, x: torch.Tensor, where: torch.device | None = None) -> FakeTensor:
         """Return a fake of a real tensor, for an operator that involves the device."""
         if isinstance(x, FakeTensor):
             return x
         with self.fake:
-            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=where or x.device)
 
     def _into_host(self, func, args, kwargs, tensors: list[torch.Tensor]):
         """Write a result of the device into a real tensor."""

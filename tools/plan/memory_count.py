@@ -35,7 +35,8 @@ CAUSES = [
     ("_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out", "gathered layers"),
     ("_fully_shard/_fsdp_param.py", None, "gathered layers"),
     ("torch/nn/utils/clip_grad.py", None, "gradients"),
-    ("rl/learning/learner.py", None, "optimizer"),
+    ("rl/learning/learner.py", "make_optimizer", "optimizer"),
+    ("rl/learning/learner.py", "moments", "optimizer"),
     ("rl/learning/compact_adamw.py", None, "optimizer"),
     ("torch/optim/", None, "optimizer"),
 ]

@@ -18,9 +18,8 @@ from rl.model.pretrained import load_config, resolve
 from rl.ranges import check, flag
 from rl.samples.split_schedule import AsyncSchedule
 from rl.setup import CommonArgs
-from tools.plan.devices import Device
+from tools.plan.devices import Device, Machine
 from tools.plan.dry_run import Memory, dry_run
-from tools.plan.machine import Machine
 from tools.plan.roofline import count_parameters, kv_bytes
 from tools.plan.workload import lengths_like
 

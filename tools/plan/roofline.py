@@ -8,8 +8,7 @@ from rl.algorithm.teacher import teacher_path
 from rl.learning.flops import train_flops_per_token
 from rl.model.attention import linear_layers
 from rl.model.pretrained import empty_model, load_config, resolve
-from tools.plan.devices import Device
-from tools.plan.machine import Roles
+from tools.plan.devices import Device, Roles
 from tools.plan.simulation import Times
 
 TRAIN_SHARE, PREFILL_SHARE, DECODE_SHARE = 0.4, 0.5, 0.4  # of the peak that training, prefill and decoding reach

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.samples.split_schedule import AsyncSchedule
-from tools.plan.machine import Roles
+from tools.plan.devices import Roles
 from tools.plan.workload import Drawn
 
 STEPS = 12  # simulated at least; the first third, in which the pipeline fills, does not count

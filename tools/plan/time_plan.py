@@ -12,9 +12,8 @@ from rl.errors import UserError
 from rl.model.pretrained import load_config, resolve
 from rl.samples.split_schedule import AsyncSchedule
 from rl.setup import CommonArgs
-from tools.plan.devices import Device
+from tools.plan.devices import Device, Machine, Roles
 from tools.plan.from_run import times_of_run
-from tools.plan.machine import Machine, Roles
 from tools.plan.memory_plan import engine_memory
 from tools.plan.roofline import count_parameters, times_of
 from tools.plan.simulation import Result, Times, simulate

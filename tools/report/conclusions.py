@@ -20,7 +20,7 @@ from tools.report.numbers import (
     accuracy_names,
     count,
     last,
-    last_reward,
+    of,
     spread,
     too_few_steps,
 )
@@ -36,7 +36,7 @@ def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
     numbers = {
         "steps": (lambda log: log.steps, ".0f"),
         "seconds of training": (lambda log: log.seconds, ".0f"),
-        f"reward, last {smooth} steps": (lambda log: last_reward(log, smooth), ".3f"),
+        f"reward, last {smooth} steps": (of(REWARD, np.mean, smooth), ".3f"),
         "accuracy, first": (lambda log: accuracy_at(log, 0), ".3f"),
         "last": (lambda log: accuracy_at(log, -1), ".3f"),
         "seconds a step, median": (speed.STEP.median, ".3g"),
@@ -101,7 +101,7 @@ def accuracy(group: RunGroup) -> list[Row]:
 
 
 def lengths(group: RunGroup) -> list[Row]:
-    truncated = [p[-MIN_STEPS:, 1].mean() for log in group.logs if len(p := log.points("response_length/clip_ratio"))]
+    truncated = group.each(of("response_length/clip_ratio", np.mean, MIN_STEPS))
     if not truncated or np.mean(truncated) <= 0.1:
         return []
     said = f"{np.mean(truncated):.0%} of the last responses were cut at --max-response-length: their answers are lost"
@@ -112,7 +112,7 @@ def mismatch(group: RunGroup) -> list[Row]:
     """Compare the generator's probabilities with the learner's. There is a bound only in fp32 and on-policy: otherwise
     precision and staleness explain large differences."""
     name = "training/rollout_probs_diff_max"
-    worst = group.each(lambda log: p[:, 1].max() if len(p := log.points(name)) else None)
+    worst = group.each(of(name, np.max))
     stale = any(row.get("staleness/max", 0) > 0 for log in group.logs for row in log.rows)
     precise = all(log.flags.get("dtype") == "float32" for log in group.logs)
     if not worst or stale or not precise:
@@ -143,7 +143,7 @@ def trouble(group: RunGroup) -> list[Row]:
     counters |= {"fully_async/count/dropped_stale_samples": "prompts were dropped as too stale"}
     out = []
     for name, said in counters.items():
-        counts = group.each(lambda log, n=name: p[-1, 1] if len(p := log.points(n)) else None)
+        counts = group.each(last(name))
         if counts and max(counts) > 0:
             out.append((group.label, f"{spread(counts, '.0f')} {said}", name))
     return out
@@ -157,7 +157,7 @@ def between(groups: list[RunGroup]) -> list[Row]:
     accuracies = [(f"last {name}", last(name)) for name in accuracy_names(base)]
     for group in others:
         steps = min(MIN_STEPS, group.shortest(REWARD), base.shortest(REWARD))  # of each run as many
-        rewards = ("reward of the last steps", lambda log, steps=steps: last_reward(log, steps))
+        rewards = ("reward of the last steps", of(REWARD, np.mean, steps))
         for what, number in [rewards, *accuracies]:
             theirs = base.each(number)
             if theirs and (ours := group.each(number)):

@@ -45,14 +45,17 @@ def accuracy_at(log: Log, which: int) -> float | None:
     return float(np.mean([c[which, 1] for c in curves])) if curves else None
 
 
-def last_reward(log: Log, steps: int) -> float | None:
-    points = log.points(REWARD)
-    return float(points[-steps:, 1].mean()) if len(points) and steps else None
+def of(name: str, reduce: Callable[[np.ndarray], float], last: int | None = None) -> Callable[[Log], float | None]:
+    """Return a function that reduces a run's values [n] of that metric to a number. last: only so many of them."""
+    return lambda log: float(reduce(values)) if len(values := log.points(name)[::-1, 1][:last]) else None
 
 
 def last(name: str) -> Callable[[Log], float | None]:
-    """Return a function that returns a run's last value of that metric."""
-    return lambda log: float(points[-1, 1]) if len(points := log.points(name)) else None
+    return of(name, np.mean, 1)
+
+
+def share(name: str) -> Callable[[Log], float | None]:
+    return lambda log: log.over_time(name)
 
 
 def too_few_steps(group: RunGroup, metric: str) -> Row | None:

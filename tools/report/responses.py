@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from rl.record.validations import COLUMNS, RESPONSES, rows_of
-from tools.report.logs import Log, RunGroup
+from tools.report.logs import RunGroup
 
 ROWS = 10  # of a run's responses
 CHARACTERS = 600  # of a text; longer texts lose their middle
@@ -13,11 +13,13 @@ CHARACTERS = 600  # of a text; longer texts lose their middle
 def responses(group: RunGroup) -> tuple[str, list[list[str]]] | None:
     """Return (heading, table with its header first) of the group's first run that has any; None if no run has."""
     for log in group.logs:
-        for file in reversed(sorted(_files(log))):
+        run = log.path if log.path.is_dir() else log.path.parent
+        for file in sorted(run.glob(f"{RESPONSES}/step_*.jsonl"), reverse=True):
             table = read(file)[: ROWS + 1]
             if len(table) > 1:
-                step = int(file.stem.removeprefix("step_"))
-                heading = f"Validation responses of {group.label}, {log.path.name}, after step {step}"
+                heading = (
+                    f"Validation responses of {group.label}, {log.path.name}, after step {int(file.stem.removeprefix('step_'))}"
+                )
                 return heading, [list(map(_shown, row)) for row in table]
     return None
 
@@ -32,11 +34,6 @@ def _text(value) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _files(log: Log) -> list[Path]:
-    run = log.path if log.path.is_dir() else log.path.parent
-    return [file for file in run.glob(f"{RESPONSES}/step_*.jsonl") if file.stem[5:].isdecimal() and file.is_file()]
 
 
 def _shown(cell: str) -> str:

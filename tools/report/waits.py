@@ -4,16 +4,17 @@ from collections import Counter
 
 import numpy as np
 
-from tools.report.logs import Log, RunGroup
-from tools.report.numbers import HELD, IDLE, Row, count, last, spread, too_few_steps
+from tools.report.logs import RunGroup
+from tools.report.numbers import HELD, IDLE, Row, count, last, of, share, spread, too_few_steps
 from tools.report.verl_console import MAX_REQUIRED, PAUSES
 
+MEAN_AGE, OLDEST = of("staleness/mean", np.mean), of("staleness/max", np.max)
 BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than the one; both wait longer than the other
 
 
 def waiting(group: RunGroup) -> list[Row]:
     """Say who waited for whom or for graders, and, if the ranks were recorded, which split would balance them."""
-    idle = {role: group.each(lambda log, n=name: log.over_time(n)) for role, name in IDLE.items()}
+    idle = {role: group.each(share(name)) for role, name in IDLE.items()}
     if not all(idle.values()):
         return []
     if few := too_few_steps(group, IDLE["learner"]):
@@ -23,7 +24,7 @@ def waiting(group: RunGroup) -> list[Row]:
     splits = [Counter(name.split()[0] for name in node["ranks"].values()) for node in layout]  # ranks by role
     alike = len(splits) or 1 if all(split == splits[0] for split in splits) else None
     names = sorted(f"ledger/{rank}/score" for rank in ranks_of(group, "generator"))
-    scoring = [share for name in names for share in group.each(lambda log, n=name: log.over_time(n))]
+    scoring = [value for name in names for value in group.each(share(name))]
     shares = [float(np.mean(of or [0.0])) for of in (idle["generator"], idle["learner"], scoring)]
     advised, sentence = verdict(generators or 1, learners or 1, alike, *shares)
     rests = f"{IDLE['generator']} {spread(idle['generator'], '.0%')}, {IDLE['learner']} {spread(idle['learner'], '.0%')}"
@@ -76,16 +77,15 @@ def ranks_of(group: RunGroup, role: str) -> set[str]:
 
 def reasons(group: RunGroup) -> list[Row]:
     """Say why the generators waited: because of the staleness bound, or for another reason."""
-    idle, held = (group.each(lambda log, n=name: log.over_time(n)) for name in (IDLE["generator"], HELD))
+    idle, held = (group.each(share(name)) for name in (IDLE["generator"], HELD))
     paused = [sum(row.get(name, 0) for log in group.logs for row in log.rows) for name in PAUSES.values()]
     bound = f"the staleness bound{_of_samples(group)}"
     if held and not too_few_steps(group, IDLE["learner"]):
-        share = np.mean(held)
         rest = np.mean(idle) - np.mean(held)
-        sentence = f"{bound} held the generators for {share:.0%} of the time"
+        sentence = f"{bound} held the generators for {np.mean(held):.0%} of the time"
         sentence += f"; for {max(0.0, rest):.0%} they waited for another reason"
         threshold = group.logs[0].flags.get("staleness_threshold")
-        if share >= BALANCED and threshold is not None:
+        if np.mean(held) >= BALANCED and threshold is not None:
             sentence += f". A --staleness-threshold above {threshold:g} holds them less, and samples get older"
         return [(group.label, sentence, f"{HELD} {spread(held, '.0%')}, {IDLE['generator']} {spread(idle, '.0%')}")]
     if any(paused):
@@ -98,32 +98,21 @@ def reasons(group: RunGroup) -> list[Row]:
 
 
 def ages(group: RunGroup) -> list[Row]:
-    mean, oldest = group.each(mean_age), group.each(oldest_age)
+    mean, oldest = group.each(MEAN_AGE), group.each(OLDEST)
     if not mean or not max(oldest, default=0):
         return []
     sentence = f"a trained token was {np.mean(mean):.2f} versions of the weights old on average, the oldest {max(oldest):.0f}"
     return [(group.label, sentence, f"staleness/mean {spread(mean, '.2f')}, staleness/max {spread(oldest, '.0f')}")]
 
 
-def mean_age(log: Log) -> float | None:
-    points = log.points("staleness/mean")
-    return float(points[:, 1].mean()) if len(points) else None
-
-
-def oldest_age(log: Log) -> float | None:
-    points = log.points("staleness/max")
-    return float(points[:, 1].max()) if len(points) else None
-
-
 def columns(groups: list[RunGroup]) -> dict[str, list[str]]:
     """Return columns for the table of groups, without those that no group recorded."""
-    share = lambda name: lambda log: log.over_time(name)  # noqa: E731
     numbers = {
         "learners wait": (share(IDLE["learner"]), ".0%"),
         "generators wait": (share(IDLE["generator"]), ".0%"),
         "held by the staleness bound": (share(HELD), ".0%"),
-        "age of tokens, versions": (mean_age, ".2f"),
-        "oldest": (oldest_age, ".0f"),
+        "age of tokens, versions": (MEAN_AGE, ".2f"),
+        "oldest": (OLDEST, ".0f"),
         "staleness bound, samples": (last(MAX_REQUIRED), ".0f"),
     }
     out = {head: [spread(group.each(number), form) for group in groups] for head, (number, form) in numbers.items()}
