@@ -60,8 +60,7 @@ class LearnerRun:
             resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step trained before
         self._restore(resumed)
-        hardware = dist.describe_hardware()
-        self.record = Run(args, hardware, job.total_steps, learner.ranks.is_main, job.script, resumed.origin, job.notes)
+        self.record = Run(args, job, dist.describe_hardware(), learner.ranks.is_main, resumed.origin)
         if learner.adapters:
             self.record.say(learner.adapters.in_words(learner.policy.model))
         if job.teacher_prompts:

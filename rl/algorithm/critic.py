@@ -19,7 +19,7 @@ from rl.algorithm.whole_batch import LossMeans
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch, Tokens
+from rl.learning.micro_batches import MicroBatch, Micros, Tokens
 from rl.model.policy import Policy
 from rl.model.pretrained import check_second_model, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs
@@ -75,7 +75,7 @@ class Critic(Learner):
         return own if micro.own is None else gather_log_probs(micro, self.ranks, own, torch.zeros_like(own))[0]
 
     @torch.no_grad()
-    def values_of(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
+    def values_of(self, batch: Batch, micros: Micros) -> torch.Tensor:
         """Return V [N] before the tokens that this rank trains, on the CPU; 0 outside the mask."""
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
@@ -83,7 +83,7 @@ class Critic(Learner):
         self.policy.reshard()
         return out
 
-    def learn(self, batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+    def learn(self, batch: Batch, minis: Sequence[torch.Tensor], micros: Micros) -> dict[str, float]:
         """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
         responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
         args = self._script_args

@@ -305,40 +305,23 @@ OF_REJECTION = (
 class Fates:
     """The fate of each response; the same on every learner."""
 
-    before: torch.Tensor  # [B] number of its tokens in the mask
-    after: torch.Tensor  # [B] number of those that the rollout correction keeps, with a weight above 0
-    has_signal: bool  # whether one of these tokens has an advantage, or a teacher
+    trained: torch.Tensor  # [B] bool: a token is trained
+    rejected: torch.Tensor  # [B] bool: the rollout correction left no token
+    masked: torch.Tensor  # [B] bool: the policy sampled none of its tokens
+    rejected_share: float  # of the tokens that the rollout correction left out
+    has_signal: bool  # whether a trained token has an advantage, or a teacher
 
     @staticmethod
     def of(batch: Batch) -> "Fates":
         """Return the fates of a batch. A collective of the learners."""
         weight = batch.targets.is_weight
-        after = batch.trained if weight is None else batch.trained & (weight != 0)
-        signals = after if batch.targets.teacher_log_prob is not None else after & (batch.targets.advantage != 0)
-        signal = torch.tensor([float(signals.any())])
-        counts = torch.stack([whole_batch.by_response(batch, batch.mask), whole_batch.by_response(batch, after)])
-        return Fates(*whole_batch.sum_over_ranks(batch, counts), has_signal=bool(whole_batch.sum_over_ranks(batch, signal) > 0))
-
-    @property
-    def trained(self) -> torch.Tensor:
-        """[B] bool: a token is trained."""
-        return self.after > 0
-
-    @property
-    def rejected(self) -> torch.Tensor:
-        """[B] bool: the rollout correction left no token."""
-        return (self.before > 0) & ~self.trained
-
-    @property
-    def masked(self) -> torch.Tensor:
-        """[B] bool: the policy sampled none of its tokens."""
-        return self.before == 0
-
-    @property
-    def rejected_share(self) -> float:
-        """The share of the tokens that the rollout correction left out."""
-        total = float(self.before.sum())
-        return 1 - float(self.after.sum()) / total if total else 0.0
+        kept = batch.trained if weight is None else batch.trained & (weight != 0)
+        signals = kept if batch.targets.teacher_log_prob is not None else kept & (batch.targets.advantage != 0)
+        signal = whole_batch.sum_over_ranks(batch, torch.tensor([float(signals.any())]))
+        counts = torch.stack([whole_batch.by_response(batch, batch.mask), whole_batch.by_response(batch, kept)])
+        before, after = whole_batch.sum_over_ranks(batch, counts)  # [B] tokens of each response
+        share = 1 - float(after.sum() / before.sum()) if before.any() else 0.0
+        return Fates(after > 0, (before > 0) & (after == 0), before == 0, share, has_signal=bool(signal > 0))
 
 
 class SourceCounts:

@@ -17,7 +17,7 @@ from rl.environments.named import environment_flag
 from rl.errors import UserError
 from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch, micro_batch
+from rl.learning.micro_batches import Micros, micro_batch
 from rl.model.pretrained import check_second_model, load_config, resolve, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.watchdog import progress
@@ -102,9 +102,7 @@ class Teacher:
         return Teacher(model, args.teacher.teacher_top_k, ids_of)
 
     @torch.no_grad()
-    def targets_of(
-        self, learner: Learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]
-    ) -> tuple[torch.Tensor, TopTokens | None]:
+    def targets_of(self, learner: Learner, batch: Batch, micros: Micros) -> tuple[torch.Tensor, TopTokens | None]:
         """Return the teacher's log-probs [N] of this rank's tokens and with --teacher-top-k its likeliest ones, on the CPU."""
         ranks = learner.ranks
         taught = self._with_its_prompts(batch) if self._ids_of else None

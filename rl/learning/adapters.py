@@ -47,14 +47,10 @@ class Adapters:
         """args: AdapterArgs of rl/learning/args.py. names: the layers that have an adapter."""
         self.args = args
         self.names = list(names)
+        self.tensors = [f"{name}.{part}" for name in names for part in ("lora_A", "lora_B")]  # the adapters' parameters
         self.scale = args.lora_alpha / args.lora_rank
         self.weights = {f"{name}.weight" for name in names}  # the parameters that the adapters change
         self.on = True
-
-    @property
-    def tensors(self) -> list[str]:
-        """The names of the adapters' parameters."""
-        return [f"{name}.{part}" for name in self.names for part in ("lora_A", "lora_B")]
 
     def in_words(self, model: nn.Module) -> str:
         """Return a line about the trained parameters."""

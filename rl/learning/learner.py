@@ -16,7 +16,7 @@ from torch import nn
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs, OptimizerArgs
 from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch
+from rl.learning.micro_batches import MicroBatch, Micros
 from rl.learning.placement import load_policy
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy
@@ -211,9 +211,7 @@ class Learner:
         return gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
-    def log_probs_of(
-        self, which: Literal["policy", "reference"], batch: Batch, micros: Sequence[Sequence[MicroBatch]]
-    ) -> torch.Tensor:
+    def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: Micros) -> torch.Tensor:
         """Return log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0
         outside the mask. With --router-replay R2 the micro-batches keep the policy's routes."""
         model = getattr(self, which)

@@ -171,7 +171,13 @@ def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) ->
 
 
 def _from_config(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    """A vision tower attends within each image, by "sdpa"."""
+    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
+    options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32, "attn_implementation": attention}
+    if has_experts(config) and device.kind() in device.LOOPED_EXPERTS:
+        from rl.model.grouped_experts import experts_implementation
+
+        options["experts_implementation"] = experts_implementation()
     return auto_class(config).from_config(config, **options)
 
 
@@ -187,17 +193,6 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def auto_class(config: PretrainedConfig) -> type:
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-
-
-def computed(config: PretrainedConfig) -> dict[str, object]:
-    """Options of transformers: the ways in which layers are computed. A vision tower attends within each image, by "sdpa"."""
-    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
-    options = {"attn_implementation": attention}
-    if has_experts(config) and device.kind() in device.LOOPED_EXPERTS:
-        from rl.model.grouped_experts import experts_implementation
-
-        options["experts_implementation"] = experts_implementation()
-    return options
 
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -143,11 +143,6 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     return {re.match(r".*layers\.\d+", name)[0]: gate for name, gate in gates.items()}
 
 
-def layer_numbers(model: nn.Module) -> list[int]:
-    """The numbers of the layers that have known routers."""
-    return [int(name.rpartition(".")[2]) for name in routers(model)]
-
-
 def check_replay(args, model: nn.Module, where: str) -> None:
     """Raises UserError if the model, whose routes are to be replayed, has no known router."""
     if not routers(model):

@@ -78,26 +78,18 @@ class Origin:
 class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
-    def __init__(
-        self,
-        args,
-        hardware: dict,
-        total_steps: int,
-        enabled: bool,
-        script: str,
-        origin: Origin | None = None,
-        notes: dict | None = None,
-    ):
-        """origin: the run that resumes, in its directory. notes: for config.json. Raise UserError if it cannot be written."""
+    def __init__(self, args, job, hardware: dict, enabled: bool, origin: Origin | None = None):
+        """job: its Job. origin: the run that resumes, in its directory. Raise UserError if that cannot be written."""
         self.timer = Timers()
         self.enabled = enabled
         self.dir = origin.run_dir if origin else Path(args.log.output_dir)
         if not enabled:
             return
-        record = _strict(provenance.describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
+        total_steps = job.total_steps
+        record = _strict(provenance.describe_run(args, hardware, job.script) | {"total_steps": total_steps} | job.notes)
         first_step = origin.step + 1 if origin and origin.checkpoint else 0
         if not origin:
-            default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+            default = f"{job.script}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.dir = new_directory(Path(args.log.output_dir), args.log.experiment_name or default)
         name = f"config_from_{first_step:06d}.json" if origin else "config.json"
         self._lock = _lock(self.dir)
@@ -113,7 +105,7 @@ class Run:
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
             self.say(f"resumes after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
-        elif self.dir != Path(args.log.output_dir) / (args.log.experiment_name or "") and "replay" not in (notes or {}):
+        elif self.dir != Path(args.log.output_dir) / (args.log.experiment_name or "") and "replay" not in job.notes:
             name = os.path.relpath(self.dir, args.log.output_dir)
             self.say(f"run {self.dir} (resume with --experiment-name {name})")
 

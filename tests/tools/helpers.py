@@ -168,6 +168,11 @@ def with_routes(group, draw: Callable):
     return replace(group, prompt_routes=of_prompt, responses=responses)
 
 
+def job_of(steps: int):
+    """Return what a run's record reads of a job."""
+    return SimpleNamespace(script="script", total_steps=steps, notes={})
+
+
 def save_once(learner, run: Path, args, saver: type, steps: Sequence[int] = (1,), say=print):
     """Save checkpoints of a learner without a run, to their end; return what saved them."""
     about, prompts = SimpleNamespace(dir=run, say=say), SimpleNamespace(prep=None)
