@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl.errors import UserError
@@ -32,7 +32,7 @@ ALL_LINEAR = ("all-linear",)  # the default of --lora-target
 class AdaptedLinear(nn.Linear):
     """An nn.Linear that was given an adapter in place (`adapt`): lora_A [rank, in], lora_B [out, rank]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]"""
         out = F.linear(x, self.weight, self.bias)
         if not self.adapters.on:
@@ -77,9 +77,7 @@ class Adapters:
         return WithoutAdapters(policy)
 
     @torch.no_grad()
-    def merger(
-        self, held: dict[str, torch.Tensor], device: torch.device, shards: Shards | None
-    ) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def merger(self, held: dict[str, Tensor], device: torch.device, shards: Shards | None) -> Callable[[str, Tensor], Tensor]:
         """Return a function (a parameter's name, this rank's rows of it) -> these rows with the adapter's current values,
         fp32(W) + scale * B A, or unchanged if there is none. held: the adapters' tensors by name, sharded as `shards` says;
         None: whole. A collective."""
@@ -88,11 +86,11 @@ class Adapters:
         b = {name: local(held[name].data) for name in self.tensors if name.endswith("lora_B")}
         return self.merge(dict(shards.whole(thin, device, torch.float32) if shards else alone), b)
 
-    def merge(self, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def merge(self, a: dict[str, Tensor], b: dict[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
         """Return as `merger` does. a: every lora_A [rank, in]; b: this rank's rows of every lora_B; both by name."""
 
         @torch.no_grad()
-        def merged(name: str, rows: torch.Tensor) -> torch.Tensor:
+        def merged(name: str, rows: Tensor) -> Tensor:
             if name not in self.weights:
                 return rows
             layer = name.removesuffix(".weight")
@@ -102,7 +100,7 @@ class Adapters:
 
         return merged
 
-    def save(self, directory: Path, tensors: dict[str, torch.Tensor], model: nn.Module, base: str) -> None:
+    def save(self, directory: Path, tensors: dict[str, Tensor], model: nn.Module, base: str) -> None:
         """Write the directory in peft's format. tensors: each lora_A [rank, in] and lora_B [out, rank], by name. base: the
         directory or hub name of the model without adapters."""
         ends = {name.rpartition(".")[2] for name in self.names}

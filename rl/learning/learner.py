@@ -163,9 +163,7 @@ class Learner:
         self._updated_before = self.updated
         self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)
 
-    def forward(
-        self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none", also: torch.Tensor | None = None
-    ) -> Forward:
+    def forward(self, micro: MicroBatch, entropy: str = "none", also: torch.Tensor | None = None) -> Forward:
         """Compute the policy's log-probs of the micro-batch's n tokens, and of the tokens `also` [n, K] in their places. The
         entropy is 0 ("none"), without gradient ("metric"), or with gradient ("loss"). In a `forward_only` micro-batch the
         gradient ends there, and must be 0."""

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rl.ranks import watchdog
 from rl.ranks.device import gathers_to_one
@@ -26,7 +27,7 @@ UNDER_WAY = 3  # buckets: over a slow network a bucket does not wait for the one
 class Shards:
     """The parameters, DTensors over any mesh of all ranks, and the places of each rank's shards in them. Made collectively."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor]):
+    def __init__(self, parameters: dict[str, Tensor]):
         self.parameters = parameters
         of_ranks = all_gather_values({name: astuple(Block.of(tensor)) for name, tensor in parameters.items()})
         # name -> each rank's shard
@@ -34,12 +35,12 @@ class Shards:
 
     def whole(
         self,
-        held: dict[str, torch.Tensor],
+        held: dict[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
         to: Sequence[int] | None = None,
-        change: Callable[[str, torch.Tensor], torch.Tensor] = as_it_is,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        change: Callable[[str, Tensor], Tensor] = as_it_is,
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor on the device) of every tensor in order: on the ranks `to`, by default all. held: some of the
         parameters, or other tensors that are sharded alike. change: (name, this rank's shard) -> the tensor to send instead. A
         collective, through which all ranks iterate in step."""
@@ -62,15 +63,13 @@ class Shards:
         for works, names, received, _ in under_way:
             yield from self._arrived(works, names, received)
 
-    def _arrived(self, works: list[dist.Work], names: list[str], received: list | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _arrived(self, works: list[dist.Work], names: list[str], received: list | None) -> Iterator[tuple[str, Tensor]]:
+        """Wait for a bucket, and yield its parameters. received: each rank's shards of them, end to end; None elsewhere."""
         for work in works:
             work.wait()
         watchdog.progress()
-        if received:
-            yield from self._joined(names, received)
-
-    def _joined(self, names: list[str], received: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """received: each rank's shards of the parameters, end to end."""
+        if not received:
+            return
         sizes = [[math.prod(block.shape) for block in self._places[name]] for name in names]  # of each parameter, by rank
         begins = [[0, *accumulate(of_rank)] for of_rank in zip(*sizes, strict=True)]
         for number, name in enumerate(names):

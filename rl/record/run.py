@@ -137,13 +137,11 @@ class Run:
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
         """Record in tickets.jsonl which tickets the step trained, and the others by their fate."""
-        if self.enabled:
-            self._append(TICKETS, {"step": step, "trained": trained, **others})
+        self._append(TICKETS, {"step": step, "trained": trained, **others})
 
     def log_groups(self, step: int, groups: list[dict]) -> None:
         """Record in groups.jsonl what a step trains on, without tokens: prompts, scores, lengths."""
-        if self.enabled:
-            self._append(GROUPS, {"step": step, "groups": groups})
+        self._append(GROUPS, {"step": step, "groups": groups})
 
     def log_generations(self, step: int, rows: list[dict], shown: int) -> None:
         """Write val_generations/step_<step>.jsonl, a line per response, and show the first ones in a table of the loggers."""
@@ -186,6 +184,8 @@ class Run:
         print(f"{plot} plot {plot_reward(self.dir / METRICS, self.dir / f'{plot}.png')}", flush=True)
 
     def _append(self, name: str, record: dict) -> None:
+        if not self.enabled:
+            return
         try:
             with open(self.dir / name, "ab") as file:
                 file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
