@@ -138,16 +138,6 @@ class CommonArgs(RunArgs):
         """Tokens of the longest prompt, and of the longest response."""
         return self.data.max_prompt_length, self.sampling.max_response_length
 
-    @property
-    def graders(self) -> str:
-        """The flags of what scores responses, with their values."""
-        own = [self.reward.own_reward] if self.reward.own_reward else []
-        if self.environment.has_environment:
-            from rl.environments.named import environment_flag
-
-            own.append(" ".join(environment_flag(self.environment)))
-        return " and ".join(own) or "the built-in verifiers"
-
     def check(self) -> None:
         """Raise UserError for flags of different groups that contradict each other."""
         check_kind(self, BatchSchedule, "training by reward")

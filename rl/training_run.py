@@ -230,10 +230,17 @@ class TrainingRun(LearnerRun):
 
     def _outage(self, step: int, error: str, checkpoint: Path | None) -> UserError:
         """Return the error that ends a run after `step`."""
-        name = "" if self.args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
+        args = self.args
+        graders = [args.reward.own_reward] if args.reward.own_reward else []
+        if args.environment.has_environment:
+            from rl.environments.named import environment_flag
+
+            graders.append(" ".join(environment_flag(args.environment)))
+        by = " and ".join(graders) or "the built-in verifiers"
+        name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         resume = f"resume from {checkpoint} with the same command{name}" if checkpoint else "give the same command"
         return UserError(
-            f"responses of step {step + 1} could not be scored by {self.args.graders}: {error}. The run ends before this step. "
+            f"responses of step {step + 1} could not be scored by {by}: {error}. The run ends before this step. "
             f"Once responses can be scored again, {resume}: their prompts come again."
         )
 
