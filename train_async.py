@@ -30,7 +30,7 @@ from rl.samples.stream import Stream
 from rl.setup import CommonArgs, make_learner, set_up
 from rl.split import Split, join
 from rl.split_run import SplitRun
-from rl.weights.publisher import Publisher
+from rl.weights.publish import Publisher
 
 
 @dataclass

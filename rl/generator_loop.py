@@ -17,7 +17,7 @@ from rl.samples.split_schedule import AsyncSchedule, OneStepOffSchedule
 from rl.samples.tickets import Tickets
 from rl.setup import CommonArgs
 from rl.split import Split, engines_first
-from rl.weights.subscriber import Subscriber
+from rl.weights.publish import Subscriber
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class BatchLoop:
         if version <= generator.engine.version:
             return
         with generator.timer(waits_as):
-            self._control.wait_for(version)
+            self._control.read(version)
         with generator.timer("update_weights"):
             self._subscriber.receive(version)
         self._outbox.report(generator.timer, self._subscriber.received)

@@ -187,11 +187,10 @@ def set_up(args: CommonArgs, file: str) -> Job:
         raise UserError(f"--freeze-vision-tower: --model {path} takes no images. Leave the flag out.")
     flags.warn(values_of_the_demo(args, sys.argv[1:]))
     train_files, val_files = (demo_files(model, files) for files in (args.data.train_files, args.data.val_files))
-    environments = None
-    given = {}
+    environments = by_name = None
     if args.environment.has_environment:
-        environments, given = start_environments(args, path, tokenizer, prep)
-    prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, **given)
+        environments, by_name = start_environments(args, path, tokenizer, prep)
+    prompts = PromptDataset(train_files, "train", tokenizer, args.data, prep, by_name)
     teacher_prompts = None
     if args.teacher.teacher and args.teacher.teacher_prompt is not None and not args.val_only:
         from rl.data.teacher_prompts import TeacherPrompts  # late: it also removes rows whose teacher prompt is left out
@@ -204,7 +203,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
         val_sets = ValSets(val_files, args.sampling)
         val_files = val_sets.files
-    val_prompts = PromptDataset(val_files, "val", tokenizer, args.data, prep, **given) if validates else None
+    val_prompts = PromptDataset(val_files, "val", tokenizer, args.data, prep, by_name) if validates else None
     sources = prompts.sources() | (val_prompts.sources() if val_prompts else {})
     if not (args.environment.env or args.environment.has_agent):  # these may score themselves
         check_sources(sources, args.reward)
@@ -257,7 +256,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
 
 
 def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokenizerBase, prep: Any) -> tuple[Any, dict]:
-    """Start the process from which environments are forked. Return it, and what PromptDataset is to know of them."""
+    """Start the process from which environments are forked. Return it, and what PromptDataset is to know of each."""
     from rl.environments import named  # late: few runs have an environment
     from rl.environments.pool import Environments
 
@@ -270,12 +269,8 @@ def start_environments(args: CommonArgs, path: str, tokenizer: PreTrainedTokeniz
     environments = Environments(args.environment, path, ends, args.trust_remote_code, **given)
     if environments.note:
         flags.warn([f"{named.environment_flag(args.environment)[0]}: {environments.note.rstrip('.')}"])
-    own = args.reward.own_reward
-    by_row = {name: (tools, named.brought(args.environment, own, name)) for name, tools in environments.tools.items()}
-    if "" in by_row:
-        tools, brought = by_row[""]
-        return environments, {"tools": tools, "brought": brought}
-    return environments, {"brought": frozenset().union(*(of for _, of in by_row.values())), "by_row": by_row}
+    tools = environments.tools.items()
+    return environments, {name: (its, named.brought(args.environment, args.reward.own_reward, name)) for name, its in tools}
 
 
 def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:

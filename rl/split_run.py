@@ -46,7 +46,7 @@ class SplitRun(TrainingRun):
     def _take_validations(self, until: int | None = None) -> dict[str, float]:
         metrics = {}
         for validation in self.samples.inbox.take_validations(until):
-            metrics = self.record_validation(validation.step, validation.rows, validation.version)
+            metrics = self.record_validation(*validation)
         return metrics
 
     def _awaited_validation(self, step: int) -> int | None:

@@ -44,8 +44,9 @@ from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
-from rl.weights import buckets
 from rl.weights.local import LocalWeights
+from rl.weights.publish import digest
+from rl.weights.publish import read as read_digests
 from tools.doctor.measure import memory_left
 
 SHAPES = {  # class, hidden size, layers, heads, heads of keys, MLP, vocabulary
@@ -125,7 +126,7 @@ def publish(args: argparse.Namespace, ranks: Ranks) -> dict:
     own = list(engine.model.parameters())
     size = sum(parameter.nbytes for parameter in own) / 1e9
     wrong = [name for name, sent in model.weights(BF16) if not torch.equal(engine.read_back(name), sent.to(BF16))]
-    digests = median(lambda: buckets.read([buckets.digest(parameter, ranks.device) for parameter in own]))
+    digests = median(lambda: read_digests([digest(parameter, ranks.device) for parameter in own]))
     out = {"publish_seconds": seconds, "gb": size, "gb_per_s": size / seconds, "digest_seconds": digests}
     return out | {"WRONG": wrong[:3], "equal to the bit": not wrong} | device.memory_gb()
 

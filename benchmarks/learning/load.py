@@ -73,7 +73,7 @@ def measure(path: str) -> None:
     from rl.learning.learner import Learner
     from rl.ranks import dist, launch, process
     from rl.split import Split
-    from rl.weights.publisher import Publisher
+    from rl.weights.publish import Publisher
 
     def main(ranks: dist.Ranks) -> None:
         with Peak() as load:

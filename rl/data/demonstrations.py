@@ -12,8 +12,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rl.data.measured import Measured, measure
-from rl.data.prompts import FileRows, begins_with_bos, is_message, render_chat
+from rl.data.prompts import FileRows, Measured, begins_with_bos, is_message, measure, render_chat
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range

@@ -53,7 +53,6 @@ class Images:
 
     @functools.cached_property
     def token_counts(self) -> list[int]:
-        """Image tokens of each image."""
         return (self.grid.prod(1) // self.prep.merge**2).tolist()
 
     def fault(self) -> ImageError | None:

@@ -7,21 +7,25 @@ a column of images, with an "<image>" in the text for each (rl/images.py, rl/dat
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import math
 import random
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch.distributed
+from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.args import DataArgs
-from rl.data.measured import Measured, measure
 from rl.data.tables import DEMOS, TRUTHS, Rows, check_columns, check_row, demo_table, ground_truth, place, source_of
 from rl.errors import ImageError, UserError
+from rl.ranks import dist, launch, watchdog
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep, Images
@@ -121,6 +125,43 @@ class FileRows(Sequence):
         return place(self.files[file], self.tables[file], number)
 
 
+@dataclass
+class Measured:
+    """The rows that can be used."""
+
+    kept: array = field(default_factory=lambda: array("q"))  # numbers of the rows that can be used
+    truncated: int = 0  # how many of these have prompts that will be cut
+    sources: dict[str, list[int]] = field(default_factory=dict)  # data_source -> [its first row, the number of its rows]
+
+
+def measure(rows: int, what: str, measure_row: Callable[[int, Measured], None]) -> Measured:
+    """Return the findings of all ranks of the default group together. measure_row: adds those of a row, or raises UserError for
+    one that cannot be used, which is an error here rather than in the middle of a run. Collective."""
+    joined = torch.distributed.is_initialized()
+    rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 1)
+    own = Measured()
+    error = None
+    part = range(rows * rank // ranks, rows * (rank + 1) // ranks)
+    shown = track(part, f"measuring {what}", transient=True, disable=launch.here().rank != 0)
+    try:
+        with contextlib.closing(shown):  # an error leaves no bar, whose thread could block a later one
+            for row in shown:
+                measure_row(row, own)
+                watchdog.progress()
+    except UserError as found:
+        error = str(found)
+    mine = [[*own.kept], own.truncated, own.sources, error]
+    whole = Measured()
+    for kept, truncated, sources, error in dist.all_gather_values(mine) if joined else [mine]:
+        if error:
+            raise UserError(error)
+        whole.kept.extend(kept)
+        whole.truncated += truncated
+        for source, (first, count) in sources.items():
+            whole.sources.setdefault(source, [first, 0])[1] += count
+    return whole
+
+
 class PromptDataset(FileRows):
     """The rows of all files, end to end. Raises UserError for a row that cannot be used, with its file, number and remedy."""
 
@@ -131,18 +172,14 @@ class PromptDataset(FileRows):
         tokenizer: PreTrainedTokenizerBase,
         args: DataArgs,
         prep: "ImagePrep | None" = None,
-        tools: "Tools | None" = None,
-        brought: frozenset[str] = frozenset(),
-        by_row: "Mapping[str, tuple[Tools, frozenset[str]]] | None" = None,
+        environments: "Mapping[str, tuple[Tools | None, frozenset[str]]] | None" = None,
     ):
-        """prep: of a model that takes images. tools: that the model may call. brought: what rows may lack, because the
-        environment brings it: "prompt", "ground_truth". by_row: tools and what is brought by each of several environments,
-        whose names are in a column; `brought` is then what any of them brings."""
+        """prep: of a model that takes images. environments: the tools that each shows to the model, and what its rows may lack,
+        because it brings that: "prompt", "ground_truth". Their names are in a column; that of the only one is empty."""
         self.tokenizer = tokenizer
         self.prep = prep
-        self.brought = brought
-        self.tools = tools
-        self.by_row = by_row
+        self.environments = environments or {"": (None, frozenset())}
+        self.by_row = "" not in self.environments
         super().__init__(files, split, args)
         measured = self._measure(f"{split} prompts")
         self.rows = measured.kept
@@ -155,7 +192,7 @@ class PromptDataset(FileRows):
             )
 
     def _check_columns(self, file: str, names: Sequence[str]) -> None:
-        check_columns(file, names, self.args, self.brought)
+        check_columns(file, names, self.args, frozenset().union(*(brought for _, brought in self.environments.values())))
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._columns(self.rows[index])
@@ -185,7 +222,6 @@ class PromptDataset(FileRows):
         return {source: count for source, (_, count) in self._sources.items()}
 
     def source(self, index: int) -> str:
-        """The data_source of a prompt."""
         return source_of(self._columns(self.rows[index]))
 
     def about(self, index: int) -> dict:
@@ -262,11 +298,11 @@ class PromptDataset(FileRows):
     def _render(self, where: str, row: dict) -> "Text":
         """The row's prompt as the model will read it."""
         key = self.args.prompt_key if self.args.prompt_key in row else "question"
-        if self.by_row and row.get("environment") not in [*self.by_row]:
+        if self.by_row and row.get("environment") not in [*self.environments]:
             found = repr(row["environment"])[:60] if "environment" in row else "missing"
             raise UserError(
                 f"{where}: the column 'environment' is {found}. Put the name of the row's environment there, one of those of "
-                f"--env and --tools: {', '.join(self.by_row)}."
+                f"--env and --tools: {', '.join(self.environments)}."
             )
         tools, brought = self._of(row)
         prompt = self._asked(row)
@@ -312,7 +348,7 @@ class PromptDataset(FileRows):
 
     def _of(self, row: dict) -> "tuple[Tools | None, frozenset[str]]":
         """The tools that a row's prompt shows, and what its environment brings."""
-        return self.by_row[row["environment"]] if self.by_row else (self.tools, self.brought)
+        return self.environments[row["environment"] if self.by_row else ""]
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[dict], **more) -> str:

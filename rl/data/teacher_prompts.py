@@ -14,8 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from rl.data.measured import Measured
-from rl.data.prompts import PromptDataset, PromptOrder, Text
+from rl.data.prompts import Measured, PromptDataset, PromptOrder, Text
 from rl.data.tables import ground_truth
 from rl.errors import UserError
 

@@ -189,7 +189,7 @@ class Engine(Protocol):
         if the engine cannot report it."""
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the value that `read_back` must return if the parameter is `whole`."""
+        """Return the value that `read_back` must return if the parameter is `whole`. Not needed if the engine shares memory."""
 
     @property
     def num_unfinished(self) -> int: ...

@@ -40,7 +40,6 @@ BY_ROWS = 2  # processes per response that the engine can decode at once
 class Episodes(Responses):
     """The episodes of a generator."""
 
-    have_turns = True
     waits_in_outages = True  # can replay an episode of this start
 
     def __init__(self, job: Job, engine: Engine, engine_ranks: EngineRanks, args, end_tokens: set[int]):
@@ -92,7 +91,8 @@ class Episodes(Responses):
                 self._poll(WAIT if idle else 0.0)
             if not self._blocked:
                 self._take()
-                self._look_at_outages()
+                if self._outages.waiting:
+                    self._lose(self._outages.look(not (self.engine.num_unfinished or self._processes or self._queue)))
         outputs = None if self._blocked else super().decode(timer)
         for output in outputs or ():
             self._turn_ended(output)
@@ -178,9 +178,6 @@ class Episodes(Responses):
             del self._of[request.id]
         self._prompts.pop(key, None)
         super().drop(key)
-
-    def close(self) -> None:
-        self.environments.close()
 
     # -- the processes
 
@@ -476,10 +473,6 @@ class Episodes(Responses):
         """Count an episode that its environment has played to its end: those that failed before are lost, or played again."""
         *failed, _ = self._outages.take(self.working[id[0]].prompt.data_source, id, Score(0.0), self._of[id].asked)
         self._lose(failed)
-
-    def _look_at_outages(self) -> None:
-        if self._outages.waiting:
-            self._lose(self._outages.look(not (self.engine.num_unfinished or self._processes or self._queue)))
 
     def _play_again(self, id: Id) -> None:
         """Reset the environment of an episode, and play its turns again."""

@@ -12,7 +12,7 @@ import torch
 
 from rl.data.job import Job
 from rl.errors import UserError
-from rl.generation.engine import Engine, EngineArgs, EngineRanks, Output, Request, SamplingArgs, SamplingParams, request_seed
+from rl.generation.engine import Engine, EngineArgs, EngineRanks, Output, Request, SamplingParams, request_seed
 from rl.generation.responses import Key, OpenGroup, Responses, prompt_routes, recorded, to_response
 from rl.model.pretrained import end_token_ids, load_tokenizer
 from rl.ranks import dist
@@ -82,9 +82,9 @@ class Generator:
         return tickets[self.engine_ranks.index :: self.engine_ranks.engines]
 
     def close(self) -> None:
-        """End the scoring processes and the environments."""
         self.pool.close()
-        self.responses.close()
+        if self.job.environments:
+            self.job.environments.close()
 
     def start(self, ticket: int, recorded: Group | None = None) -> None:
         """Start the ticket's prompt, n times. recorded: its group as `unfinished` returned it before a stop."""
@@ -121,7 +121,7 @@ class Generator:
             with self.timer("score"):
                 for output in ended:
                     self._submit(output)
-                scored = self.pool.poll()
+                scored = self.pool.wait()
         elif self.pool.pending:
             with self.timer("score"):
                 scored = self.pool.wait(wait)
@@ -233,7 +233,7 @@ class Generator:
             "data_source": self._val_set(index)[0] or group.prompt.data_source,
             "environment": environments.name_of(group.prompt.row) if environments else "",
             "prompt": group.prompt.text,
-            "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not self.responses.have_turns),
+            "response": self.job.tokenizer.decode(tokens, skip_special_tokens=not environments),
             "ground_truth": str(group.prompt.ground_truth),
             "score": score.score,
             "acc": None if score.event else float(score.extra.get("acc", score.score)),
@@ -321,14 +321,11 @@ def make_engine(
     device: torch.device,
     trust_remote_code: bool,
     *,
-    sampling: SamplingArgs = SamplingArgs(),
     records_routes: bool = False,
-    sleeps: bool = True,
-    by_priority: bool = False,
+    **of_vllm,
 ) -> Engine:
-    """Return the engine that the flags ask for, loaded from `path`. sampling: of training; records_routes: of a mixture of
-    experts; sleeps: whether it may free its memory while the learner works; by_priority: whether requests have one. Raise
-    UserError if that is impossible."""
+    """Return the engine that the flags ask for, loaded from `path`. records_routes: of a mixture of experts; of_vllm: further
+    arguments of VLLMEngine. Raise UserError if that is impossible."""
     chosen = choose_engine(args.engine, device)
     if args.rollout_tp != 1 and chosen != "vllm":
         raise UserError(f"--rollout-tp {args.rollout_tp}: tensor parallel generation needs --engine vllm.")
@@ -336,7 +333,7 @@ def make_engine(
     if chosen == "vllm":
         from rl.generation.vllm.engine import VLLMEngine
 
-        more = {"sampling": sampling, "records_routes": records_routes, "sleeps": sleeps, "by_priority": by_priority}
+        more = of_vllm | {"records_routes": records_routes}
         return VLLMEngine(path, args, max_length, dtype, device, trust_remote_code, end_tokens, **more)
     from rl.generation.embedded.engine import TransformersEngine
 

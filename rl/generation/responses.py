@@ -90,8 +90,6 @@ def as_arrays(files: Iterable[bytes]) -> list[np.ndarray] | None:
 class Responses:
     """A generator's responses, of one turn each."""
 
-    have_turns = False  # whether their text shows special tokens
-
     def __init__(self, engine: Engine):
         self.engine = engine
         self.working: dict[Key, OpenGroup] = {}
@@ -118,7 +116,6 @@ class Responses:
             return self.engine.step()
 
     def unfinished(self) -> list[Output]:
-        """Return all unfinished responses so far."""
         return [*self.engine.unfinished(), *self._paused]
 
     def pause(self, below: Key) -> None:
@@ -127,7 +124,6 @@ class Responses:
         self.engine.abort()
 
     def resume(self) -> None:
-        """Give the paused responses back to the engine."""
         for output in self._paused:
             key, number = output.id
             self.engine.add(dataclasses.replace(self.working[key].requests[number], so_far=output))
@@ -143,15 +139,11 @@ class Responses:
         """Return an ended response's score; None if the scoring pool has to compute it."""
 
     def extra(self, id: tuple[Key, int]) -> dict[str, float]:
-        """Return further numbers of an ended response."""
         return {}
 
     def drop(self, key: Key) -> None:
         """Forget a prompt whose responses were handed over."""
         del self.working[key]
-
-    def close(self) -> None:
-        """Free resources at the end of the run."""
 
 
 def to_response(

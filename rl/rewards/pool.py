@@ -38,7 +38,7 @@ def check_sources(sources: dict[str, str], args: RewardArgs) -> None:
 
 
 class ScoringPool(contextlib.AbstractContextManager):
-    """Background scoring of (key, response) items: `submit` never blocks; `poll` and `wait` return finished scores.
+    """Background scoring of (key, response) items: `submit` never blocks; `wait` returns finished scores.
 
     Harmless graders score at once. All others run in processes (rl/rewards/scorers.py), a user's function from the start, so
     that a file that cannot be imported is a UserError then.
@@ -81,15 +81,11 @@ class ScoringPool(contextlib.AbstractContextManager):
         self._scorers.submit(key, item)
 
     def hand_back(self, key: Any, score: Score) -> None:
-        """Accept a score computed elsewhere; `poll` returns it with the others."""
+        """Accept a score computed elsewhere; `wait` returns it with the others."""
         self._done.append((key, score))
 
-    def poll(self) -> list[tuple[Any, Score]]:
-        """Return the responses scored since the last call, as (key, score)."""
-        return self.wait(0.0)
-
-    def wait(self, timeout: float) -> list[tuple[Any, Score]]:
-        """Return what `poll` returns, but wait up to `timeout` seconds for a first score."""
+    def wait(self, timeout: float = 0.0) -> list[tuple[Any, Score]]:
+        """Return the responses scored since the last call, as (key, score). Wait up to `timeout` seconds for a first one."""
         done, self._done = self._done, []
         if self._scorers:
             done += self._scorers.wait(0.0 if done else timeout, self.tape)

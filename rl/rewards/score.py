@@ -46,7 +46,6 @@ class ScoringEvents:
         self._counts.update(map(event_of, errors))
 
     def metrics(self) -> dict[str, int]:
-        """Return reward/events/<kind>."""
         return {f"reward/events/{kind}": self._counts[kind] for kind in EVENTS}
 
     def state(self) -> dict[str, int]:

@@ -70,7 +70,6 @@ class Scorers:
         return [(self._keys.pop(message["number"]), json.loads(message["reply"])) for message in messages]
 
     def close(self) -> None:
-        """End the processes."""
         self._server.close()
 
     def _send(self, key: Any) -> None:

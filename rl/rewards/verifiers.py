@@ -38,7 +38,6 @@ def verifier_name(data_source: str, reward: str | None = None) -> str | None:
 
 
 def verifier(name: str) -> Callable:
-    """Return the verifier of this name in BUILT_IN."""
     if (kind := BUILT_IN[name]) in OWN:
         return OWN[kind]
     from math_grader import graders

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -127,15 +127,6 @@ class Outbox:
         self.flush()
 
 
-@dataclass(frozen=True)
-class Validation:
-    """A whole validation."""
-
-    step: int  # after which these weights were published
-    version: int
-    rows: list[dict]  # one per response, in order of the prompts
-
-
 class Parts:
     """Validations that arrive in parts, one from each generator."""
 
@@ -149,13 +140,14 @@ class Parts:
         if self._is_whole(step):
             self.newest = max(self.newest, step)
 
-    def take(self) -> list[Validation]:
-        """Return those that are whole, in order of step."""
+    def take(self) -> list[tuple[int, list[dict], int]]:
+        """Return those that are whole, in order of step: the step after which these weights were published, a row per response
+        in order of the prompts, and the weights' version."""
         out = []
         for step in sorted(step for step in self._parts if self._is_whole(step)):
             parts = self._parts.pop(step)
             rows = sorted((row for part in parts for row in part["rows"]), key=lambda row: row["index"])
-            out += [Validation(step, parts[0]["version"], rows)] if rows else []
+            out += [(step, rows, parts[0]["version"])] if rows else []
         return out
 
     def skip_recorded(self, steps: Iterable[int]) -> None:
@@ -194,10 +186,10 @@ class Inbox:
         self._snapshots: list[dict] = []
         self.validations = Parts()
 
-    def receive(self, seconds: float = 0.1) -> None:
-        """Wait up to `seconds` for a record, and take all that have arrived. A collective of the learners."""
+    def receive(self) -> None:
+        """Wait up to 0.1 s for a record, and take all that have arrived. A collective of the learners."""
         records = []
-        wait = seconds
+        wait = 0.1
         if self._receiver:
             self._receiver.check()
         while self.ring:
@@ -207,29 +199,22 @@ class Inbox:
                 break
             wait = 0.0
         for record in all_gather_records(records):
-            self._sort(bytes(record[:1]), record[1:])
-
-    def _sort(self, kind: bytes, body: memoryview) -> None:
-        watchdog.progress()
-        if kind in (GROUP, UNFINISHED):
-            group = Group.from_bytes(body)
-            if kind == GROUP:
-                self.groups.append(group)
-                self._unfinished.pop(group.ticket, None)  # it was finished after the snapshot
+            watchdog.progress()
+            kind = bytes(record[:1])
+            if kind in (GROUP, UNFINISHED):
+                group = Group.from_bytes(record[1:])
+                if kind == GROUP:
+                    self.groups.append(group)
+                    self._unfinished.pop(group.ticket, None)  # it was finished after the snapshot
+                else:
+                    self._unfinished[group.ticket] = group
+                continue
+            content = json.loads(bytes(record[1:]))
+            if kind == ROWS:
+                self.validations.add(content)
             else:
-                self._unfinished[group.ticket] = group
-            return
-        content = json.loads(bytes(body))
-        if kind == ROWS:
-            self.validations.add(content)
-        else:
-            lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
-            lists[kind].append(content)
-
-    def wait_for_end(self) -> None:
-        """Return when every generator has sent its final record. A collective."""
-        while len(self.last_words) < self.generators:
-            self.receive()
+                lists = {BATCH: self.batches, REPORT: self.reports, SNAPSHOT: self._snapshots, LAST: self.last_words}
+                lists[kind].append(content)
 
     def unfinished_at(self, step: int) -> list[Group]:
         """Return the unfinished groups of all generators, which were asked for them at this step. A collective."""
@@ -240,9 +225,8 @@ class Inbox:
         self._snapshots.clear()
         return out
 
-    def take_validations(self, until: int | None = None) -> list[Validation]:
-        """Return the complete validations, in order of step. With `until`, wait for that step's validation; then it is a
-        collective."""
+    def take_validations(self, until: int | None = None) -> list[tuple[int, list[dict], int]]:
+        """Return the complete validations (`Parts.take`). With `until`, wait for that step's; then it is a collective."""
         while until is not None and until > self.validations.newest:
             self.receive()
         return self.validations.take()
@@ -278,17 +262,10 @@ class ControlBlock:
             self.store.set(f"control/{self._number}", json.dumps(asdict(new)))
         self.state = new
 
-    def read(self) -> State:
-        """Return the newest state that has arrived here; wait until there is one."""
-        return self._wait(lambda state: True, "the control block in the store")
-
-    def wait_for(self, version: int) -> None:
-        """Return when the weights of this version, or newer ones, are ready."""
-        self._wait(lambda state: state.version >= version, f"version {version} of the weights")
-
-    def _wait(self, done: Callable[[State], bool], what: str) -> State:
+    def read(self, version: int = -1) -> State:
+        """Return the newest state that has arrived here. Wait for one in which this version of the weights is ready."""
         with self._changed:
-            while not (self.state and done(self.state)) and not self._following.done():
+            while not (self.state and self.state.version >= version) and not self._following.done():
                 self._changed.wait(1.0)  # signal handlers run in between
             if self._following.done():  # it has failed
                 self._following.result()

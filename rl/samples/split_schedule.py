@@ -7,7 +7,7 @@ start under the weights of version v only if
 
 where a publish comes after every publish_every steps (AReaL, arXiv 2505.24298, eq. 3; verl's fully async flags). Threshold 0 is
 on-policy if every step publishes, 1 is one step off. Left out: drawing tickets (rl/samples/tickets.py), and which groups are
-trained next (rl/samples/buffer.py).
+trained next (rl/samples/stream.py).
 """
 
 from dataclasses import dataclass

@@ -5,10 +5,10 @@ oldest groups that have arrived (train_async.py). Every learner has the same sam
 """
 
 import json
+from collections import Counter
 
 from rl.ranks import dist
 from rl.ranks.timers import Timers
-from rl.samples.buffer import SampleBuffer
 from rl.samples.channel import ControlBlock, Inbox
 from rl.samples.group import Group, lack_scores
 from rl.samples.schedule import NextTicket, Schedule, check_kind
@@ -54,7 +54,8 @@ class _Samples:
 
     def close(self) -> list[str]:
         """Wait for the final records of all generators. Return the last lines of the run's output. May be called again."""
-        self.inbox.wait_for_end()
+        while len(self.inbox.last_words) < self.split.generators:
+            self.inbox.receive()
         return []
 
     def ask(self, step: int) -> None:
@@ -69,7 +70,7 @@ class Batches(_Samples):
     def __init__(self, args, split: Split):
         super().__init__(args, split)
         self._next = NextTicket()
-        self._gone: dict[str, list[int]] = {"filtered": []}
+        self._gone: list[int] = []  # tickets that the newest batch has left out
         self._left_out: list[Group] = []
         self._start = {"batch": 0, "ticket": 0, "version": 0}  # where the generators start
 
@@ -97,14 +98,12 @@ class Batches(_Samples):
         batch = self.inbox.batches.popleft()
         groups = [self.inbox.groups.popleft() for _ in range(batch["groups"])]
         self._left_out = [self.inbox.groups.popleft() for _ in range(batch["left_out"])]
-        self._gone = {"filtered": self._next.advance(batch["next_ticket"], groups)}
+        self._gone = self._next.advance(batch["next_ticket"], groups)
         return groups, batch["metrics"]
 
     def take_gone(self) -> dict[str, list[int]]:
-        """Return the tickets that were not trained since the last call, by reason."""
-        gone = self._gone
-        self._gone = {"filtered": []}
-        return gone
+        """Return the tickets that the newest batch has left out, by reason."""
+        return {"filtered": self._gone}
 
     def take_left_out(self) -> dict[str, list[Group]]:
         """Return the groups that the newest batch has left out, by reason."""
@@ -128,6 +127,101 @@ class Batches(_Samples):
         self._next.restore(state["next_ticket"])
         self.inbox.groups.extend(groups)
         self.inbox.batches.extend(state["batches"])
+
+
+class SampleBuffer:
+    """The groups that have arrived. A step trains the oldest ones. Every learner has the same buffer."""
+
+    def __init__(self, schedule: AsyncSchedule, filter_groups: bool = False, max_num_gen_batches: int = 10):
+        self.schedule = schedule
+        self.waiting: dict[int, Group] = {}
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()  # tickets by reason: "stale", "filtered"
+        self.gone: dict[str, list[int]] = {}  # tickets dropped since `Stream.take_gone`, by reason
+        self.left_out: dict[str, list[Group]] = {}  # their groups, for the record
+        # settled tickets: all below _low, and those in _high
+        self._low = 0
+        self._high = set()
+        self._flat_left = self._flat_limit = (max_num_gen_batches - 1) * schedule.prompts_per_step if filter_groups else 0
+
+    def add(self, group: Group) -> None:
+        """Add a group. With --filter-groups, drop it if it has no signal, unless the step has already lost too many groups."""
+        if group.ticket in self.waiting or group.ticket in self._high or group.ticket < self._low:
+            raise RuntimeError(f"ticket {group.ticket} arrived twice")
+        if self._flat_left and not (group.differs or group.lacks_scores):
+            self._flat_left -= 1
+            self._drop(group, "filtered")
+        else:
+            self.waiting[group.ticket] = group
+
+    def next(self, step: int) -> list[Group]:
+        """Return the groups of step `step` (from 1), or none while there are not enough."""
+        schedule = self.schedule
+        if schedule.max_staleness is not None:
+            oldest = schedule.version_at(step) - schedule.max_staleness
+            for group in [group for group in self.waiting.values() if group.oldest < oldest and not group.lacks_scores]:
+                del self.waiting[group.ticket]
+                self._drop(group, "stale")
+        tickets = sorted(self.waiting)[: schedule.prompts_per_step]
+        return [self.waiting[ticket] for ticket in tickets] if len(tickets) == schedule.prompts_per_step else []
+
+    def take(self, step: int) -> list[Group]:
+        """Return what `next` returns, to be trained."""
+        groups = self.next(step)
+        for group in groups:
+            del self.waiting[group.ticket]
+            self._settle(group.ticket)
+        self.trained += len(groups)
+        self._flat_left = self._flat_limit
+        return groups
+
+    def metrics(self, started: int) -> dict[str, int]:
+        """Return verl's fully_async/count/*. started: number of tickets that all generators have started."""
+        return {
+            "fully_async/count/started_samples": started,
+            "fully_async/count/trained_samples": self.trained,
+            "fully_async/count/dropped_stale_samples": self.dropped["stale"],
+            "fully_async/count/filtered_samples": self.dropped["filtered"],
+            "fully_async/count/max_required_samples": self.schedule.quota(0),
+            "fully_async/count/staleness_samples": started - self.trained - self.dropped.total(),
+            "fully_async/count/queue_samples": len(self.waiting),
+        }
+
+    def account(self, unfinished: list[int], started: int) -> str:
+        """Return one line that accounts for every ticket. unfinished: tickets that the generators gave up. Raise RuntimeError
+        if any is lost."""
+        in_flight = len(self.waiting) + len(unfinished)
+        dropped = self.dropped.total()
+        line = f"{started:,} tickets started = {self.trained:,} trained + {dropped:,} dropped + {in_flight:,} in flight"
+        if started != self.trained + dropped + in_flight:
+            raise RuntimeError(f"tickets were lost: {line.replace('=', 'is not')}")
+        return line
+
+    def state(self) -> dict:
+        """Return the state for a checkpoint, which also holds the groups in `waiting`."""
+        names = ("trained", "dropped", "gone", "_low", "_flat_left")
+        return {name: getattr(self, name) for name in names} | {"_high": sorted(self._high)}
+
+    def restore(self, state: dict, groups: list[Group], drawn: int) -> list[int]:
+        """Restore `state` and the waiting groups. Return the tickets that were under way, among the first `drawn` ones."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._high = set(self._high)
+        self.dropped = Counter(self.dropped)
+        self.waiting = {group.ticket: group for group in groups}
+        return [t for t in range(self._low, drawn) if t not in self._high and t not in self.waiting]
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self.dropped[reason] += 1
+        self.gone.setdefault(reason, []).append(group.ticket)
+        self.left_out.setdefault(reason, []).append(group)
+        self._settle(group.ticket)
+
+    def _settle(self, ticket: int) -> None:
+        self._high.add(ticket)
+        while self._low in self._high:
+            self._high.remove(self._low)
+            self._low += 1
 
 
 class Stream(_Samples):
@@ -157,7 +251,7 @@ class Stream(_Samples):
     def next(self, step: int) -> list[Group]:
         """Return the step's groups, the oldest that have arrived; none while there are not enough."""
         groups = self.buffer.next(step)
-        self.control.update(dropped=self.buffer.replaced)
+        self.control.update(dropped=self.buffer.dropped.total())
         return groups
 
     def take(self, step: int) -> list[Group]:
@@ -166,18 +260,17 @@ class Stream(_Samples):
 
     def take_gone(self) -> dict[str, list[int]]:
         """Return the tickets that were not trained since the last call, by reason."""
-        return self.buffer.take_gone()
+        gone, self.buffer.gone = self.buffer.gone, {}
+        return gone
 
     def take_left_out(self) -> dict[str, list[Group]]:
         """Return the groups that were dropped since the last call, by reason."""
-        return self.buffer.take_left_out()
+        left_out, self.buffer.left_out = self.buffer.left_out, {}
+        return left_out
 
     def _take_in(self) -> None:
         while self.inbox.groups:
             self.buffer.add(self.inbox.groups.popleft())
-
-    def published(self, version: int) -> None:
-        self.control.update(version=version, dropped=self.buffer.replaced)
 
     def metrics(self, step: int, timer: Timers) -> dict[str, float]:
         version = {"fully_async/count/current_param_version": self.args.schedule.version_at(step)}

@@ -1,6 +1,6 @@
 """Tickets, which are drawn from the store's counter, started when the schedule allows it, and counted.
 
-Left out: the bound of staleness (rl/samples/split_schedule.py), and the groups' fate (rl/samples/buffer.py).
+Left out: the bound of staleness (rl/samples/split_schedule.py), and the groups' fate (rl/samples/stream.py).
 """
 
 import json
@@ -41,7 +41,9 @@ class Tickets:
         most = 0 if state.stop else max(0, min(most, share - under_way))
         if missing := max(0, most - len(self._reserve)):
             stop = self.store.add(DRAWN, missing)
-            self._reserve.extend(self._ticket(count) for count in range(stop - missing, stop))
+            before = self._drawn_before  # after a resume the first counts are tickets that start again
+            drawn = range(stop - missing, stop)
+            self._reserve.extend(count if count >= before else self._again[count - before] for count in drawn)
         out: list[int] = []
         quota = self.schedule.quota(version)
         starts = 0 <= version == state.version
@@ -59,10 +61,6 @@ class Tickets:
     def _next(self, state: State) -> float:
         """Return the next ticket in the reserve, minus the number of dropped ones, for the bound of staleness."""
         return self._reserve[0] - state.dropped if self._reserve else math.inf
-
-    def _ticket(self, count: int) -> int:
-        """Return the ticket at this count of DRAWN. After a resume the first counts are tickets that start again."""
-        return count if count >= self._drawn_before else self._again[count - self._drawn_before]
 
 
 def open_tickets(store: Store, drawn: int = 0, again: Sequence[int] = (), unfinished: Iterable[Group] = ()) -> None:

@@ -75,7 +75,6 @@ class Forwarder:
         self._moving = in_background(partial(self._move, store, node), "forwarder")
 
     def check(self) -> None:
-        """Raise the thread's error."""
         if self._moving.done():
             self._moving.result()
 

@@ -14,7 +14,7 @@ at once: a touched page of shared memory counts as memory of every process that 
 Any process may be killed at any instruction:
 - A writer fills free space and then commits with a single store of `head`. If killed before, it changed nothing that counts.
 - The reader frees a record with a single store of `tail`. If killed before, it leaves the record where it is.
-- One writer writes at a time: the mutex is a lock on a byte of the file, which the kernel drops when its holder dies.
+- One writer writes at a time: the mutex is a lock on the file, which the kernel drops when its holder dies.
 
 The ring does not depend on the order in which a processor makes stores visible (Arm): both sides pass a barrier between the
 data and the word that announces it. The reader checks each record's checksum.
@@ -23,15 +23,13 @@ Left out: more than one node, several readers (a node's first learner reads for 
 A `Ring` object is for one thread. A forked child shares its parent's end, including locks, so it must attach again.
 """
 
-import functools
 import mmap
 import os
-import secrets
 import struct
 import threading
 import time
 from collections.abc import Callable
-from fcntl import F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 
 import xxhash
 from xxhash import xxh3_64_intdigest as _digest  # of (data, seed)
@@ -39,13 +37,10 @@ from xxhash import xxh3_64_intdigest as _digest  # of (data, seed)
 ALIGN = 64  # a cache line: records and their data start on one, and so do the words that different sides write
 HEADER = struct.Struct("<QQ")  # size, and checksum of the data with a seed of position and size
 FILLER = 1 << 63  # marks the size of a filler, at the end of the ring before a record that would wrap
-# Indices of the 64-bit words in the first page: the writers', the reader's, and the constant ones
-HEAD, WRITTEN, BASE = 0, 1, 2  # base: the position at the start of the memory
-TAIL, TAKEN = 8, 9
-KEY, CAPACITY = 16, 17
+# Indices of the 64-bit words in the first page: the writers', and the reader's
+HEAD, BASE, TAIL = 0, 1, 8  # base: the position at the start of the memory
 PAGE = 4096  # bytes of these words; the records follow
-CHUNK = 1 << 18  # bytes copied and then hashed while they are in the cache
-WRITING = 0  # the byte of the file that is the mutex
+CHUNK = 1 << 18  # bytes hashed and copied while they are in the cache
 
 
 class RingTimeout(TimeoutError):
@@ -65,60 +60,37 @@ class Ring:
 
     def __init__(self, fd: int):
         self.fd = fd
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._map = mmap.mmap(fd, 0)
         self._bytes = memoryview(self._map)
         self._words = self._bytes[:PAGE].cast("Q")  # an item is read or written by a single load or store of 8 bytes
-        self.capacity, self._key = self._words[CAPACITY], self._words[KEY]
+        self.capacity = len(self._map) - PAGE
         self.max_record = self.capacity // 2 - ALIGN  # so that a record always fits into an empty ring, wherever the head is
         self._barrier = Barrier()
 
     @staticmethod
     def create(capacity: int) -> "Ring":
         """Return a new ring of `capacity` bytes; a record may take almost half of them."""
-        capacity = max(1, -(-capacity // PAGE)) * PAGE
-        key = secrets.randbits(63) | 1
-        fd = os.memfd_create(f"rl-ring-{key:x}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, PAGE + capacity)
+        fd = os.memfd_create("rl-ring", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE + max(1, -(-capacity // PAGE)) * PAGE)
         os.fchmod(fd, 0o600)
-        for index, value in ((KEY, key), (CAPACITY, capacity)):
-            os.pwrite(fd, struct.pack("Q", value), 8 * index)
         return Ring(fd)
 
     @staticmethod
     def attach(address: str) -> "Ring":
         """Return the ring of another process of this machine and user. Raise OSError if it has exited or closed the ring."""
-        path, _, key = address.partition("#")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.pread(fd, 8, 8 * KEY) != bytes.fromhex(key):  # the kernel reuses process ids and file descriptors
-            os.close(fd)
-            raise FileNotFoundError(f"{path} is no longer this ring")
-        return Ring(fd)
+        return Ring(os.open(address, os.O_RDWR | os.O_CLOEXEC))
 
     @property
     def address(self) -> str:
         """The address for `attach`, valid as long as this process lives."""
-        return f"/proc/{os.getpid()}/fd/{self.fd}#{struct.pack('Q', self._key).hex()}"
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def occupancy(self) -> float:
         """The fraction of the ring in use."""
-        tail = self._words[TAIL]  # read first: writes in between only add
-        return min(1.0, (self._words[HEAD] - tail) / self.capacity)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of records written and taken so far; a process that was killed may have counted one too many."""
-        return {"written": self._words[WRITTEN], "taken": self._words[TAKEN]}
-
-    def state(self) -> str:
-        """Return one line on the content of the ring. Any thread may call this."""
-        counts, part = self.counts, self.occupancy
-        unread = counts["written"] - counts["taken"]
-        used = f"{part:.0%} of {self.capacity >> 20} MiB in use by {unread} records ({part * self.capacity:,.0f} bytes)"
-        return f"{used}; {', '.join(f'{count} {name}' for name, count in counts.items())}"
+        return (self._words[HEAD] - self._words[TAIL]) / self.capacity
 
     def close(self) -> None:
-        """Leave the ring."""
         if self.fd < 0:
             return
         self._words.release()
@@ -137,11 +109,13 @@ class Ring:
         if size > self.max_record:
             raise RecordTooLarge(f"a record of {size:,} bytes does not fit; this ring takes up to {self.max_record:,}")
         if not self._write(views, size) and not wait(lambda: self._write(views, size), timeout):
-            raise RingTimeout(f"no room for {_footprint(size):,} bytes in {timeout} s; {self.state()}")
+            raise RingTimeout(f"no room for {_footprint(size):,} bytes in {timeout} s; {self.occupancy:.0%} are in use")
 
     def _write(self, parts: list[memoryview], size: int) -> bool:
         """Write and commit the record, if nobody else is writing and there is room. Return whether it is written."""
-        if not _try_lock(self.fd, WRITING):
+        try:
+            flock(self.fd, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
             return False
         try:
             words = self._words
@@ -160,29 +134,21 @@ class Ring:
                 filler = FILLER | (start - head - ALIGN)
                 HEADER.pack_into(self._bytes, self._at(head), filler, _digest(b"", head ^ filler))
             HEADER.pack_into(self._bytes, self._at(start), size, self._copy(parts, size, start))
-            words[WRITTEN] += 1
             self._barrier()
             words[HEAD] = end  # the commit
             return True
         finally:
-            _unlock(self.fd, WRITING)
+            flock(self.fd, LOCK_UN)
 
     def _copy(self, parts: list[memoryview], size: int, position: int) -> int:
         """Copy the parts into the record at the position and return their checksum."""
-        ring = self._bytes
         at = self._at(position) + ALIGN
-        if size <= CHUNK:
-            start = at
-            for part in parts:
-                ring[at : at + len(part)] = part
-                at += len(part)
-            return _digest(ring[start:at], position ^ size)
         checksum = xxhash.xxh3_64(seed=position ^ size)
         for part in parts:
             for start in range(0, len(part), CHUNK):
                 piece = part[start : start + CHUNK]
                 checksum.update(piece)
-                ring[at : at + len(piece)] = piece
+                self._bytes[at : at + len(piece)] = piece
                 at += len(piece)
         return checksum.intdigest()
 
@@ -194,18 +160,15 @@ class Ring:
         words = self._words
         position = words[TAIL]
         if words[HEAD] == position and not wait(lambda: words[HEAD] != position, timeout):
-            raise RingTimeout(f"no record in {timeout} s; {self.state()}")
+            raise RingTimeout(f"no record in {timeout} s")
         self._barrier()  # makes the data written before this head visible
         size, data = self._read(position)
         if size & FILLER:  # a record follows it: they were committed together
             position += _footprint(size & ~FILLER)
             size, data = self._read(position)
-        found = None
-        if into is None:
-            found = bytes(data)
-        else:
+        found = bytes(data) if into is None else None
+        if into is not None:
             into[:] = data
-        words[TAKEN] += 1
         self._barrier()  # the reads above come before the store below
         words[TAIL] = position + _footprint(size)
         return found
@@ -217,7 +180,7 @@ class Ring:
         length = 0 if size & FILLER else size
         data = self._bytes[at + ALIGN : at + ALIGN + length]
         if len(data) != length or _digest(data, position ^ size) != checksum:
-            raise RecordDamaged(f"the ring's record at {position} does not fit its checksum; {self.state()}")
+            raise RecordDamaged(f"the ring's record at {position} does not fit its checksum")
         return size, data
 
     # -- both
@@ -239,25 +202,6 @@ class Barrier:
     def __call__(self) -> None:
         self._release()
         self._acquire()
-
-
-def _try_lock(fd: int, byte: int) -> bool:
-    """Take a mutex: a lock on one byte of the file, which the kernel drops if the holder dies."""
-    try:
-        fcntl(fd, F_OFD_SETLK, _flock(F_WRLCK, byte))
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(fd: int, byte: int) -> None:
-    fcntl(fd, F_OFD_SETLK, _flock(F_UNLCK, byte))
-
-
-@functools.cache
-def _flock(kind: int, byte: int) -> bytes:
-    """Return the struct flock of a byte, for a lock of the open file (OFD): each end of the ring has its own."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 
 def _flat(part) -> memoryview:

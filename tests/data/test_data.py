@@ -20,7 +20,7 @@ TOKENIZER = build_tokenizer()
 
 
 def dataset(*files, split="train", tokenizer=TOKENIZER, brought=frozenset(), **flags):
-    return PromptDataset([str(f) for f in files], split, tokenizer, DataArgs(**flags), brought=brought)
+    return PromptDataset([str(f) for f in files], split, tokenizer, DataArgs(**flags), None, {"": (None, brought)})
 
 
 def write(path, *rows):

@@ -109,9 +109,8 @@ def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brin
     assert named.brought(args, "--reward x.py:f", "calculator") == {"ground_truth"}
 
     def dataset(*rows) -> PromptDataset:
-        brought = frozenset({"prompt", "ground_truth"})
         file = rows_file(tmp_path / "rows.jsonl", *rows)
-        return PromptDataset([file], "train", tokenizer_of("qwen2_5"), long, brought=brought, by_row=by_row)
+        return PromptDataset([file], "train", tokenizer_of("qwen2_5"), long, None, by_row)
 
     long = DataArgs(max_prompt_length=9999)
     asked = {"prompt": [{"role": "user", "content": "What?"}], "ground_truth": "7", "data_source": "demo"}

@@ -91,7 +91,7 @@ class World:
             outputs = self.generator.decode()
             taken += bool(self.engine.running)
             done = self.generator.score(outputs)
-        self.generator.responses.close()
+        self.job.environments.close()
         (group,) = done or self.generator.unfinished()
         return Group.from_bytes(group.to_bytes())
 

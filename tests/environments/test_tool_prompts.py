@@ -166,7 +166,9 @@ def test_a_row_s_prompt_is_the_one_of_its_episode(family, form, tmp_path):
     rows += [[SYSTEM, USER]] if family not in ("gemma", "glm4moe") else []
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": row, "ground_truth": "x", "data_source": "x"}) + "\n" for row in rows))
-    prompts = PromptDataset([str(file)], "train", turns.tokenizer, DataArgs(max_prompt_length=9999), None, turns.tools)
+    prompts = PromptDataset(
+        [str(file)], "train", turns.tokenizer, DataArgs(max_prompt_length=9999), None, {"": (turns.tools, frozenset())}
+    )
     assert [prompt.ids for prompt in prompts] == [turns.prompt(row, []) for row in rows]
     assert "Computes." in prompts[0].text
     assert ("Computes." in prompts[1].text) == turns.tools.is_native
@@ -183,7 +185,7 @@ def test_a_row_whose_prompt_shows_no_tools_is_named(tmp_path):
         (chat, Tools([SCHEMA], "xml", is_native=False), "chat.jsonl row 0: neither the chat template nor the prompt"),
     ):
         with pytest.raises(UserError, match=said):
-            PromptDataset([str(path)], "train", tokenizer, DataArgs(max_prompt_length=9999), None, tools)
+            PromptDataset([str(path)], "train", tokenizer, DataArgs(max_prompt_length=9999), None, {"": (tools, frozenset())})
 
 
 @pytest.mark.parametrize(("family", "role"), [("phi3", "tool"), ("cohere2", "tool"), ("phi3_5", "observation")])

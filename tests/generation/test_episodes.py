@@ -382,7 +382,11 @@ def test_ranks_that_share_an_engine_do_the_same(seed):
         generator, played = make(Played(failing, shuffled=True), ranks=ranks, **flags)
         requests, pending = [], generator.pool.pending
         generator.engine.script = lambda request, to=requests: to.append((request.id, request.so_far)) or script(request)
-        generator.pool.poll = lambda its=pending: [its.pop(0)] if its and random.random() < 0.3 else []  # scores are late
+
+        def late(_=0.0, its=pending):
+            return [its.pop(0)] if its and random.random() < 0.3 else []
+
+        generator.pool.wait = late
         generator.start(100)
         generator.start(101)
         place = "first batch"

@@ -45,10 +45,8 @@ from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
 from rl.split import Split
-from rl.weights.buckets import PublishPlan
 from rl.weights.local import LocalWeights
-from rl.weights.publisher import Publisher
-from rl.weights.subscriber import Subscriber
+from rl.weights.publish import Publisher, PublishPlan, Subscriber
 from tools.doctor.measure import memory_left
 from tools.plan.fake_device import OWN, aten
 

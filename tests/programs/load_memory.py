@@ -15,7 +15,7 @@ from rl.learning.learner import Learner
 from rl.ranks import dist, launch, process
 from rl.ranks.gathering import BUCKET_BYTES
 from rl.split import Split
-from rl.weights.publisher import Publisher
+from rl.weights.publish import Publisher
 
 
 def main(ranks: dist.Ranks) -> None:

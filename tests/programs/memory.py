@@ -19,7 +19,7 @@ from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import dist, host, launch, process
 from rl.split import Split
-from rl.weights.publisher import Publisher
+from rl.weights.publish import Publisher
 
 
 def resident(word: str) -> int:

@@ -234,7 +234,7 @@ def test_scoring_continues_while_the_rank_does_not_look(mine, tmp_path):
         assert {key: score.score for key, score in drain(pool).items()} == {number: number for number in range(200)}
         for number in range(200):
             pool.submit(number, "any", "hang", "1", {"text": "x" * 10_000})
-            assert pool.poll() == []
+            assert pool.wait() == []
 
 
 def test_a_function_may_start_processes(mine):

@@ -61,12 +61,9 @@ class ScriptedPool:
     def hand_back(self, key, score: Score) -> None:
         self.pending.append((key, score))
 
-    def poll(self) -> list:
+    def wait(self, _=0.0) -> list:
         done, self.pending = self.pending, []
         return done
-
-    def wait(self, _) -> list:
-        return self.poll()
 
     def close(self) -> None:
         pass
@@ -82,6 +79,7 @@ def scripted_job(prompt, **more) -> SimpleNamespace:
         "tokenizer": tokenizer,
         "total_steps": 9,
         "val_sets": None,
+        "environments": None,
     }
     return SimpleNamespace(**job | more)
 

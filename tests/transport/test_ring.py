@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import fcntl
 import mmap
 import os
 import random
@@ -156,16 +157,15 @@ def test_a_record_too_large_is_refused_and_the_largest_fits_wherever_the_head_is
 
 
 def test_full_and_empty(ring):
-    with pytest.raises(RingTimeout, match=r"no record in 0.05 s; 0% of 1 MiB"):
+    with pytest.raises(RingTimeout, match=r"no record in 0.05 s"):
         ring.get(timeout=0.05)
     ring.put(NOISE[: ring.max_record])
     ring.put(NOISE[: ring.max_record])
     assert ring.occupancy == 1
-    with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% of 1 MiB in use by 2 records"):
+    with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% are in use"):
         ring.put(b"x", timeout=0.05)
-    assert ring.counts == {"written": 2, "taken": 0}
     assert len(drain(ring)) == 2
-    assert ring.counts == {"written": 2, "taken": 2} and ring.occupancy == 0
+    assert ring.occupancy == 0
     ring.put(b"x", timeout=0)
 
 
@@ -212,14 +212,12 @@ def test_two_rings_have_nothing_in_common_and_belong_to_their_owner(ring):
     assert drain(Ring.attach(other.address)) == []
     assert os.fstat(ring.fd).st_mode & 0o777 == 0o600
     assert os.fstat(ring.fd).st_nlink == 0, "it has a name"
-    assert os.readlink(f"/proc/self/fd/{ring.fd}") != os.readlink(f"/proc/self/fd/{other.fd}")
+    assert os.fstat(ring.fd).st_ino != os.fstat(other.fd).st_ino
     address = other.address
     other.close()
     other.close()
     with pytest.raises(OSError):
         Ring.attach(address)
-    with pytest.raises(OSError, match="no longer this ring"):
-        Ring.attach(ring.address.partition("#")[0] + "#0000000000000000")
 
 
 # ----------------------------------------------------------------------------------------------------- several processes
@@ -238,7 +236,7 @@ def test_records_of_several_writers_arrive_once_and_in_each_writers_order(ring):
         seen[writer].append(number)
     finish(*writers)
     assert seen == {writer: list(range(2000)) for writer in range(3)}
-    assert ring.counts == {"written": 6000, "taken": 6000} and ring.occupancy == 0
+    assert ring.occupancy == 0
 
 
 # ------------------------------------------------------------------------------------------------------------------ kills
@@ -248,7 +246,7 @@ def test_a_writer_killed_with_the_lock_in_its_hand_holds_nobody_up(ring):
     seen, write = os.pipe()
 
     def hold() -> None:
-        assert ring_module._try_lock(Ring.attach(ring.address).fd, ring_module.WRITING)
+        fcntl.flock(Ring.attach(ring.address).fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(write, b"!")
         time.sleep(LIMIT)
 

@@ -2,6 +2,7 @@
 and distant generators wait for its bytes and a few round trips."""
 
 import gc
+import random
 import threading
 from collections import Counter
 from datetime import timedelta
@@ -20,18 +21,17 @@ from rl.generation.engine import Request, SamplingParams
 from rl.ranks import stops
 from rl.transport import bridge
 from rl.transport.bridge import Bridge
-from rl.weights import buckets
-from rl.weights.publisher import Publisher
-from rl.weights.subscriber import Subscriber
+from rl.weights import publish
+from rl.weights.publish import Publisher, Subscriber
 
 CPU, PROMPT = torch.device("cpu"), [5, 6, 7]
-BUCKET = 4096  # bytes
+PIECE = 4096  # bytes
 
 
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET)
-    monkeypatch.setattr(buckets, "LEAST_BYTES", BUCKET // 32)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(publish, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(publish, "LEAST_BYTES", PIECE // 32)
 
 
 def split_of(bridge, store: HashStore) -> SimpleNamespace:
@@ -178,7 +178,7 @@ def test_a_sender_that_dies_midway_ends_a_generator():
     ends = Ends(Holder([7, 300, 4000]), [Holder([7, 300, 4000])])
 
     def die() -> None:
-        ends.bridges[0].broadcast(torch.zeros(ends.publisher.plan.buckets[0].size)).wait()
+        ends.bridges[0].broadcast(torch.zeros(ends.publisher.plan.pieces[0].stop)).wait()
         ends.bridges[0].group = None
         gc.collect()  # its connections close
 
@@ -224,5 +224,20 @@ def test_no_message_waits_for_the_one_before_it(shares_memory, monkeypatch):
     ends.subscribers[0].receive(0)
     ends.publisher.wait()
     for of_end in counts:
-        assert len(of_end) == len(ends.publisher.plan.buckets) + 1 > 4 * bridge.WINDOW
+        assert len(of_end) == len(ends.publisher.plan.pieces) + 1 > 4 * bridge.WINDOW
         assert bridge.WINDOW <= of_end[-1] <= max(of_end) <= bridge.WINDOW + 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parameters_arrive_whole_wherever_the_pieces_end(seed):
+    """Those that stay in fp32 come first, as the learner sends them."""
+    chance = random.Random(seed)
+    sizes = [chance.choice([1, 7, 2048, chance.randrange(1, 9000)]) for _ in range(40)]
+    names = [f"{i}.linear_attn.A_log" if i < 5 else f"{i}.weight" for i in range(40)]
+    plan = publish.PublishPlan(names, [[size] for size in sizes], torch.bfloat16)
+    stream = torch.randint(0, 256, (2 * plan.offsets[-1],), dtype=torch.uint8).view(torch.bfloat16)
+    arrived = [*plan.arriving(stream[piece].clone() for piece in plan.pieces)]
+    assert max(stream[piece].nbytes for piece in plan.pieces) <= PIECE < stream.nbytes / 4
+    for number, (value, whole) in enumerate(zip(arrived, plan.views(stream), strict=True)):
+        assert value.dtype == (torch.float32 if number < 5 else torch.bfloat16) and value.shape == whole.shape
+        assert torch.equal(value.view(torch.uint8), whole.view(torch.uint8))

@@ -41,7 +41,7 @@ from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.setup import CommonArgs, make_learner
 from rl.split import Split
-from rl.weights.publisher import Publisher
+from rl.weights.publish import Publisher
 from tools.plan.fake_device import FakeDevice, start
 from tools.plan.images import PlannedImages, Prompt, prompts_with_images
 from tools.plan.memory_count import OTHER, MemoryCount

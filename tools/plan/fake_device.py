@@ -33,7 +33,7 @@ from rl.ranks import device
 from rl.ranks import dist as ranks_dist
 from rl.ranks.device import is_accelerator
 from rl.ranks.dist import Ranks
-from rl.weights import publisher
+from rl.weights import publish
 from tools.plan import known_values
 from tools.plan.fake_kernels import define_cuda_kernels, define_npu_kernels
 
@@ -95,7 +95,7 @@ def start(world_size: int = 1, attention: str = KIND, made: "Callable[[], FakeDe
 
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
-    publisher.side_stream = lambda device: (made or FakeDevice)()  # the thread that sends has to enter it as well
+    publish.side_stream = lambda device: (made or FakeDevice)()  # the thread that sends has to enter it as well
     for name in ALLOCATOR_CALLS:
         setattr(torch.accelerator, name, lambda *_: 0)
     torch.accelerator.synchronize = lambda *_: None

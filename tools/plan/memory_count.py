@@ -26,7 +26,7 @@ CAUSES = [
     ("rl/model/policy.py", "top_tokens", "logits"),
     ("rl/model/policy.py", "of_part", "logits"),  # of both, also when it is computed again
     ("rl/learning/learner.py", "weights", "publish"),
-    ("rl/weights/publisher.py", None, "publish"),
+    ("rl/weights/publish.py", None, "publish"),
     ("tools/plan/dry_run.py", "_checkpoint_copy", "checkpoint"),
     ("rl/data/image_prompts.py", None, "images"),
     ("rl/model/vision_forward.py", "language_inputs", "images"),  # including the tower, in the forward pass

@@ -23,7 +23,6 @@ from rl.model.pretrained import end_token_ids, has_experts, load_config, takes_i
 from rl.ranks.device import is_accelerator
 
 if TYPE_CHECKING:
-    from rl.data.image_prompts import Images
     from rl.model.vision_forward import RowImages
 
 
@@ -178,9 +177,6 @@ class TransformersEngine:
     def read_back(self, name: str) -> torch.Tensor:
         return self._parameters[name]
 
-    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return whole
-
     def share_parameters(self, memory: dict[str, torch.Tensor]) -> None:
         """Move the parameters into these tensors: who writes there changes the weights, and `update` has nothing to copy."""
         for name, parameter in self._parameters.items():
@@ -210,16 +206,6 @@ class TransformersEngine:
     def _longest(self) -> int:
         """Return the largest position among the running requests."""
         return max(len(r.request.prompt_ids) + len(r.token_ids) for r in self.running) - 1
-
-    def _fill(self, token: torch.Tensor, layout: PrefillLayout, images: "list[Images | None]") -> torch.Tensor:
-        """token [T] of whole sequences, each with its images -> hidden states [T, hidden]."""
-        if not self.takes_images:
-            return self._forward(token, layout.position_ids, layout)
-        from rl.model.vision_forward import row_inputs
-
-        inputs = row_inputs(layout.lengths, [-1] * len(images), images)
-        row = inputs["images"] if inputs["images"].files else None
-        return self._forward(token, inputs["position_ids"].to(self.device), layout, row)
 
     def _forward(self, token: torch.Tensor, position: torch.Tensor, layout, images: "RowImages | None" = None) -> torch.Tensor:
         """token [T], position [T], or [3, 1, T] for a row that may have images -> hidden states [T, hidden]."""
@@ -290,8 +276,15 @@ class TransformersEngine:
         sequences = [row.in_kv for row in rows]
         layout = PrefillLayout([len(s) for s in sequences], slots, self._kv(), self.device)
         ids = torch.tensor([token for s in sequences for token in s]).to(self.device)
-        hidden = self._fill(ids, layout, [row.request.images for row in rows])
-        return hidden[layout.last]
+        position = layout.position_ids
+        images = None
+        if self.takes_images:
+            from rl.model.vision_forward import row_inputs
+
+            inputs = row_inputs(layout.lengths, [-1] * len(rows), [row.request.images for row in rows])
+            position = inputs["position_ids"].to(self.device)
+            images = inputs["images"] if inputs["images"].files else None
+        return self._forward(ids, position, layout, images)[layout.last]
 
     def _routes(self, lengths: list[int]) -> list[np.ndarray]:
         """Return the routes of the last forward pass, [m, L, K] for each run of m tokens."""

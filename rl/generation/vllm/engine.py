@@ -102,6 +102,7 @@ class VLLMEngine:
             further |= settings_of_routes(is_accelerator(self.device))
         self.engine = self._start(self._settings(args, sampling, dtype, by_priority) | further, args)
         self.weights = LiveWeights(self.engine, expected, dtype, args.rollout_tp)
+        self.read_back, self.own_part = self.weights.read_back, self.weights.own_part
         if records_routes:
             self.routes = ChosenExperts(self.engine, skeleton, not is_accelerator(self.device))
         self._scheduler = self.engine.engine_core.engine_core.scheduler
@@ -183,12 +184,6 @@ class VLLMEngine:
         if self.sleeps and not self.asleep:
             self.engine.sleep(level=2)  # nothing is copied to the host, because new weights will come anyway
             self.asleep = True
-
-    def read_back(self, name: str) -> torch.Tensor | None:
-        return self.weights.read_back(name)
-
-    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return self.weights.own_part(name, whole)
 
     # -- mechanics
 
