@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rl.masking import masked
 from tools.doctor import packages, processes, scripts
-from tools.doctor.findings import OK, SKIPPED, WRONG, Finding
+from tools.doctor.processes import OK, SKIPPED, WRONG, Finding
 from user_code.child import adopt_orphans
 
 
@@ -92,8 +92,7 @@ def check_engine(engine: str, args: argparse.Namespace) -> list[Finding]:
     found = [dataclasses.replace(finding, check=f"{engine}, {finding.check}") for finding in found]
     if done.code != 0:
         after = f" after {found[-1].check}" if found else ""
-        facts = {"command": command, "exit_code": done.code, "output": done.output[-6000:]}
-        found.append(Finding(f"{engine}{after}", WRONG, done.reason, "docs/engines.md says what helps", facts))
+        found.append(Finding(f"{engine}{after}", WRONG, done.reason, "docs/engines.md says what helps", done.facts))
     return found
 
 

@@ -25,10 +25,22 @@ from matplotlib.figure import Figure
 
 from rl.errors import UserError
 from rl.printable import in_markdown, printable
-from tools.report.conclusions import conclude, overview, speedup
-from tools.report.logs import Log, RunGroup, find_runs, group_runs, is_accuracy, load, smoothed
-from tools.report.numbers import HELD, IDLE, REWARD, STEP_SECONDS, THROUGHPUT, count
-from tools.report.responses import responses
+from tools.report.conclusions import conclude, overview, responses, speedup
+from tools.report.logs import (
+    HELD,
+    IDLE,
+    REWARD,
+    STEP_SECONDS,
+    THROUGHPUT,
+    Log,
+    RunGroup,
+    count,
+    find_runs,
+    group_runs,
+    is_accuracy,
+    load,
+    smoothed,
+)
 
 LINES = {  # file: title, and for each panel its metric and label
     "throughput": ("Speed", {THROUGHPUT: "tokens/s of all ranks, prompts included", STEP_SECONDS: "seconds a step"}),

@@ -171,7 +171,7 @@ def pytest_configure(config) -> None:
 SLOWEST = ["test_round_trips", "test_ring", "test_learner", "test_fake_accelerator", "test_layouts", "test_requirements"]
 SLOWEST += ["test_real_model", "test_agent_runs", "test_teacher_runs", "test_split", "test_checkpoint", "test_engine_vllm"]
 SLOWEST += ["test_doctor", "test_sharded_weights", "test_benchmarks", "test_train_sync"]
-SLOWEST += ["test_hybrids", "test_nodes_net", "test_replay", "test_view", "test_vision_runs", "test_algorithm"]
+SLOWEST += ["test_hybrids", "test_nodes", "test_replay", "test_view", "test_vision_runs", "test_algorithm"]
 SLOWEST += ["test_rewarded_runs"]
 
 

@@ -1,6 +1,6 @@
 """The watchdog, which ends a job that hangs.
 
-A new timed phase, a record, a bucket of the weights and a micro-batch count as progress; waiting does not. A rank without
+A new timed phase, a record, a piece of the weights and a micro-batch count as progress; waiting does not. A rank without
 progress for --hang-timeout says so, prints the stacks of its threads and exits. torchrun then ends the other ranks, which print
 their stacks as well (rl/ranks/stops.py).
 """

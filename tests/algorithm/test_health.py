@@ -3,13 +3,13 @@ data source: every script counts each response of a settled ticket once; very ma
 
 import json
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from helpers import make_group, run_script
+from test_data import write
 
 import train_sync
 from rl import parts
@@ -184,15 +184,6 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def write(path: Path, sources: list[str]) -> Path:
-    """A row of each, in turn."""
-    rows = [
-        {"data_source": s, "prompt": f"{i % 9}+{i % 7}=", "ground_truth": "1", "extra_info": {}} for i, s in enumerate(sources)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def counted(row: dict) -> dict[str, Counter]:
     """source -> kind -> count, of a line of metrics.jsonl."""
     out: dict[str, Counter] = {}
@@ -215,7 +206,9 @@ COUNTED = {
 def test_every_response_is_counted_once(case, tmp_path):
     """And recorded once, among those that are trained or with the reason why not."""
     script, flags, ranks = COUNTED[case]
-    data = write(tmp_path / "rows.jsonl", ["mixed", "equal", "broken", "mixed"] * 8)
+    sources = enumerate(["mixed", "equal", "broken", "mixed"] * 8)
+    rows = [{"data_source": source, "prompt": f"{i % 9}+{i % 7}=", "ground_truth": "1"} for i, source in sources]
+    data = write(tmp_path / "rows.jsonl", *rows)
     (tmp_path / "reward.py").write_text(REWARD)
     size = ["--ppo-mini-batch-size" if script == "train_async.py" else "--train-batch-size", "4"]
     words = ["--train-files", data, "--reward", f"{tmp_path / 'reward.py'}:score", "--test-freq", "0", "--rollout-n", "4"]

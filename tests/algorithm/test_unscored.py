@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import bits_of, damage
 from helpers import run_script, train
+from test_data import write
 from trainer import ESTIMATORS, Trainer, learn_and_report
 
 import train_sync
@@ -234,7 +235,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 def test_a_prompt_on_which_the_grader_always_fails_is_no_outage(script, tmp_path):
     """The prompt's groups train nothing, and it does not come again before the next epoch: it would come for ever."""
     rows = [{"prompt": f"{i}+0=", "data_source": "mine", "ground_truth": str(i)} for i in range(5)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path / "rows.jsonl", *rows)
     (tmp_path / "mine.py").write_text(CRASHES.format(bad=3))
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 10, "--reward", tmp_path / "mine.py:score", "--test-freq", 0, "--reward-workers", 2]
@@ -275,7 +276,7 @@ def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(scrip
     """Also if other rows can be scored, and whatever other terms a loss has. The same command continues once responses can be
     scored: on policy, it trains the bits of a run without an outage."""
     rows = [{"prompt": f"{i}+{i}=", "data_source": "own" if i % judged else "judged", "ground_truth": "x"} for i in range(40)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path / "rows.jsonl", *rows)
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 9, "--test-freq", 0, "--train-files", tmp_path / "rows.jsonl", "--outage-timeout", 1]
     flags += ["--staleness-threshold", 0] if script == "train_async.py" else []

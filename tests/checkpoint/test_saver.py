@@ -1,14 +1,13 @@
 """How much memory a save takes, what it writes, and what it does when a learner fails."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import run_script
+from helpers import run_script, save_once
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import train_sync
 from rl.checkpoint import resume, saver
@@ -90,9 +89,9 @@ def test_the_first_learner_holds_what_the_docs_count(models, tmp_path):
 def test_free_memory_is_the_least_of_machine_and_control_groups(tmp_path, monkeypatch):
     """Both versions' files, as the kernel writes them."""
     assert 0 < host.available_memory() < 2**50
-    for names, files in ((("memory.max", "memory.current"), "inactive_file 300\n"),) * 1 + (
-        (("memory.limit_in_bytes", "memory.usage_in_bytes"), "inactive_file 7\ntotal_inactive_file 300\n"),
-    ):
+    second = ("memory.max", "memory.current"), "inactive_file 300\n"
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "inactive_file 7\ntotal_inactive_file 300\n"
+    for names, files in (second, first):
         group = tmp_path / names[0]
         group.mkdir()
         for name, value in zip(names, (1000, 900), strict=True):
@@ -104,25 +103,18 @@ def test_free_memory_is_the_least_of_machine_and_control_groups(tmp_path, monkey
 
 
 def test_a_large_model_has_several_files_and_an_index(models, ranks, tmp_path, monkeypatch):
-    path = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(models["qwen3_5"]).save_pretrained(path)
-    AutoTokenizer.from_pretrained(models["qwen3_5"]).save_pretrained(path)
-    own = load_file(path / "model.safetensors")
+    path = models["qwen3_5"]
+    own = load_file(f"{path}/model.safetensors")
     monkeypatch.setattr(saver, "FILE_BYTES", sum(tensor.nbytes for tensor in own.values()) // 3)
-    run = SimpleNamespace(dir=tmp_path / "run", say=print)
-    learner = Learner(str(path), LearnerArgs(), ranks, total_steps=10)
-    job = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(path), prompts=SimpleNamespace(prep=None))
-    writer = saver.Saver(train_sync.Args(), job, run, {}, learner, None)
-    writer.save(1, {})
-    step = writer.finish(1)
+    learner = Learner(path, LearnerArgs(), ranks, total_steps=10)
+    assert not save_once(learner, tmp_path, train_sync.Args(), saver.Saver).error
+    step = tmp_path / "step_000001"
     index = json.loads((step / "model.safetensors.index.json").read_text())["weight_map"]
     files = {file.name: load_file(file) for file in step.glob("*.safetensors")}
     assert len(files) > 2 and {*files} == {*index.values()} and len([*step.glob("training/shard-*")]) > 2
     assert index == {name: file for file, tensors in files.items() for name in tensors}
-    theirs = AutoModelForCausalLM.from_pretrained(step).state_dict()
-    assert all(
-        torch.equal(theirs[name], tensor) for name, tensor in AutoModelForCausalLM.from_pretrained(path).state_dict().items()
-    )
+    theirs, before = (AutoModelForCausalLM.from_pretrained(of).state_dict() for of in (step, path))
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in before.items())
     tensors = learner.state_tensors()
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():

@@ -10,10 +10,14 @@ from helpers import GSM8K
 from hypothesis import given
 from hypothesis import strategies as st
 
+import train_sync
 from examples.demo.sums import build_tokenizer
+from rl import parts
 from rl.data.args import DataArgs
 from rl.data.files import read_table
 from rl.data.prompts import PromptDataset, PromptOrder
+from rl.data.tables import ENVIRONMENT
+from rl.environments import named
 from rl.errors import UserError
 
 TOKENIZER = build_tokenizer()
@@ -59,14 +63,6 @@ def test_epochs_and_seeds_differ():
     order = PromptOrder(100, seed=1)
     orders = {tuple(PromptOrder(100, seed)(t + 100 * epoch)[1] for t in range(100)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(orders) == 4 and order(10**9)[0] == 10**7
-
-
-def test_verls_layout_chat_and_string(tmp_path):
-    rows = dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), write(tmp_path / "b.jsonl", verl_row("1+1=", "2")))
-    assert len(rows) == 2
-    assert TOKENIZER.decode(rows[0].ids) == "<|user|>12+34=<|assistant|>" and rows[0].ground_truth == "46"
-    assert TOKENIZER.decode(rows[1].ids) == "1+1=" and rows[1].data_source == "demo"
-    assert rows[1].where.endswith("b.jsonl row 0")
 
 
 def test_plain_question_and_answer(tmp_path):
@@ -282,3 +278,74 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"a\.jsonl row 0.*no chat template"):
         dataset(write(tmp_path / "a.jsonl", verl_row(CHAT)), tokenizer=tokenizer)
+
+
+# ------------------------------------------------------------------------------------------- what an environment brings
+
+
+ALL, TRUTH = frozenset({"prompt", "ground_truth"}), frozenset({"ground_truth"})
+ASKED = [{"role": "user", "content": "12"}]
+
+
+def read_rows(path, rows, brought=frozenset()):
+    return dataset(write(path / "rows.jsonl", *rows), brought=brought)
+
+
+@pytest.mark.parametrize(
+    "row", [{"level": 3}, {"prompt": [], "level": 3}, {"prompt": "", "level": 3}, {"prompt": None, "level": 3}]
+)
+def test_a_row_may_have_no_prompt(row, tmp_path):
+    (prompt,) = read_rows(tmp_path, [row], ALL)
+    assert prompt.ids == [] and prompt.text == "" and prompt.row == {"prompt": [], "level": 3}
+    assert prompt.ground_truth is None and prompt.data_source == ENVIRONMENT
+    with pytest.raises(UserError):
+        read_rows(tmp_path, [row], TRUTH)
+    with pytest.raises(UserError):
+        read_rows(tmp_path, [row])
+
+
+def test_rows_with_and_without_a_prompt(tmp_path):
+    rows = [{"prompt": ASKED, "n": 1}, {"prompt": [], "n": 2}, {"prompt": [{"role": "user", "content": ""}], "n": 3}]
+    prompts = read_rows(tmp_path, rows, ALL)
+    assert [bool(prompt.ids) for prompt in prompts] == [True, False, True] and prompts.sources() == {
+        ENVIRONMENT: f"{tmp_path / 'rows.jsonl'} row 0"
+    }
+    assert [prompts.about(index).get("prompt") for index in range(3)] == ["12", None, None], "the record's"
+
+
+@pytest.mark.parametrize("brought", [ALL, TRUTH])
+def test_a_row_may_have_no_ground_truth(brought, tmp_path):
+    rows = [{"prompt": ASKED}, {"prompt": ASKED}]
+    prompts = read_rows(tmp_path, rows, brought)
+    assert len(prompts) == 2 and prompts[1].ground_truth is None and prompts.source(0) == ENVIRONMENT
+    assert len(read_rows(tmp_path, [row | {"data_source": None} for row in rows], brought)) == 2
+    for lacks, said in (({}, "no ground truth"), ({"answer": "#### "}, "no ground truth"), ({"answer": "7"}, "data_source")):
+        with pytest.raises(UserError, match=said):
+            read_rows(tmp_path, [row | lacks for row in rows])
+        assert len(read_rows(tmp_path, [row | lacks for row in rows], brought)) == 2
+
+
+def test_an_answer_that_is_gsm8k_s_is_graded_as_before(tmp_path):
+    rows = [{"question": "12", "answer": "as is #### 7"}]
+    for brought in (ALL, TRUTH, frozenset()):
+        (prompt,) = read_rows(tmp_path, rows, brought)
+        assert (prompt.data_source, prompt.ground_truth, bool(prompt.ids)) == ("openai/gsm8k", "7", True)
+    (prompt,) = read_rows(tmp_path, [{"question": "12", "answer": "yes"}], ALL)
+    assert (prompt.data_source, prompt.ground_truth) == (ENVIRONMENT, "yes")
+
+
+@pytest.mark.parametrize(
+    ("flags", "brought"),
+    [
+        ({}, set()),
+        ({"env": "x.py:X"}, ALL),
+        ({"agent": "true"}, ALL),
+        ({"serve_policy": 8000}, ALL),
+        ({"tools": "x.py:f"}, set()),
+        ({"tools": "x.py:f", "reward": "x.py:g"}, TRUTH),
+        ({"reward": "x.py:g"}, set()),
+    ],
+)
+def test_who_brings_what(flags, brought):
+    args = parts.make(train_sync.Args, **flags)
+    assert named.brought(args.environment, args.reward.own_reward) == brought

@@ -12,7 +12,7 @@ from helpers import CHILDREN_FORK, ROOT, left_over, run_script
 from rl.generation.embedded.engine import TransformersEngine
 from rl.ranks import host
 from tools.doctor import packages
-from tools.doctor.findings import OK, SKIPPED, SLOW, WRONG
+from tools.doctor.processes import OK, SKIPPED, SLOW, WRONG
 
 
 def measured(tmp_path, ranks, model: str, engine: str = "embedded") -> dict[str, dict]:

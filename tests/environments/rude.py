@@ -22,7 +22,6 @@ class Rude:
         print("an environment prints", flush=True)
         if self.what == "raises in reset":
             raise RuntimeError("no")
-        return [{"role": "user", "content": row["says"]}] if "says" in row else None
 
     def step(self, message):
         self.steps += 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from families import end_tokens, tokenizer_of
-from helpers import bits, run_script, undocumented
+from helpers import ROOT, bits, run_script, undocumented
+from test_data import write
 from test_pool import answers, ids_of
 
 import train_sync
@@ -20,16 +21,7 @@ from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.ranges import check
 
-CALCULATOR = '''
-def calculate(expression: str) -> str:
-    """Computes a product.
-
-    Args:
-        expression: Two numbers with * between them.
-    """
-    a, b = expression.split("*")
-    return str(int(a) * int(b))
-'''
+TOOLS = ROOT / "examples" / "tools.py"
 ONES = '''
 class Ones:
     """Scores itself, by the ones in the answer."""
@@ -60,19 +52,13 @@ class Game:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("environments")
-    (path / "calculator.py").write_text(CALCULATOR)
     (path / "ones.py").write_text(ONES)
     return path
 
 
 def flags_of(folder: Path) -> EnvironmentArgs:
     env = (f"ones={folder}/ones.py:Ones", f"game={folder}/ones.py:Game")
-    return EnvironmentArgs(env=env, tools=f"calculator={folder}/calculator.py:calculate")
-
-
-def rows_file(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return EnvironmentArgs(env=env, tools=f"calculator={TOOLS}:calculate")
 
 
 def test_a_row_is_played_in_its_own_environment(folder, model):
@@ -109,8 +95,8 @@ def test_a_prompt_shows_the_tools_of_its_row_and_lacks_what_its_environment_brin
     assert named.brought(args, "--reward x.py:f", "calculator") == {"ground_truth"}
 
     def dataset(*rows) -> PromptDataset:
-        file = rows_file(tmp_path / "rows.jsonl", *rows)
-        return PromptDataset([file], "train", tokenizer_of("qwen2_5"), long, None, by_row)
+        file = write(tmp_path / "rows.jsonl", *rows)
+        return PromptDataset([str(file)], "train", tokenizer_of("qwen2_5"), long, None, by_row)
 
     long = DataArgs(max_prompt_length=9999)
     asked = {"prompt": [{"role": "user", "content": "What?"}], "ground_truth": "7", "data_source": "demo"}
@@ -164,8 +150,8 @@ def test_flags_that_name_no_environments(flags, said, folder, tmp_path):
 
 
 def test_an_import_that_fails_names_the_flags(folder, model):
-    args = EnvironmentArgs(env=f"a={folder}/ones.py:Ones", tools=f"b={folder}/calculator.py:nothing")
-    with pytest.raises(UserError, match=r"--env a=.*Ones --tools b=.*: .*calculator.py has no 'nothing'"):
+    args = EnvironmentArgs(env=f"a={folder}/ones.py:Ones", tools=f"b={TOOLS}:nothing")
+    with pytest.raises(UserError, match=r"--env a=.*Ones --tools b=.*: .*tools.py has no 'nothing'"):
         Environments(args, model, end_tokens("qwen2_5"))
 
 
@@ -184,12 +170,12 @@ def test_validations_by_environment():
 STEPS, SAVED = 4, 2
 
 
-def problems(path: Path, split: str, count: int) -> str:
+def problems(path: Path, split: str, count: int) -> Path:
     """The demo's products, which the calculator's verifier scores, and every second one for its ones."""
     from examples.demo.calculator import problems
 
     names = ("calculator", "ones")
-    return rows_file(path, *(row | {"environment": names[i % 2]} for i, row in enumerate(problems(split)[:count])))
+    return write(path, *(row | {"environment": names[i % 2]} for i, row in enumerate(problems(split)[:count])))
 
 
 @pytest.mark.runs
@@ -198,7 +184,7 @@ def test_two_environments_in_one_run(folder, tmp_path):
     """Sync and async train the same bits, a replay too; each environment's scores are its own. test_round_trips.py resumes an
     environment's run."""
     flags = ["--model", "demo-calculator", "--env", f"ones={folder}/ones.py:Ones"]
-    flags += ["--tools", f"calculator={folder}/calculator.py:calculate", "--max-response-length", 24, "--rollout-n", 4]
+    flags += ["--tools", f"calculator={TOOLS}:calculate", "--max-response-length", 24, "--rollout-n", 4]
     flags += ["--train-files", problems(tmp_path / "train.jsonl", "train", 40)]
     flags += ["--val-files", problems(tmp_path / "val.jsonl", "val", 8), "--train-batch-size", 4, "--lr", 1e-3]
     flags += ["--lr-warmup-steps", 0, "--test-freq", STEPS, "--no-val-before-train", "--total-training-steps", STEPS]
@@ -237,6 +223,6 @@ def test_two_environments_in_one_run(folder, tmp_path):
     assert "the weights are bit for bit those of" in again.stdout
 
     shutil.rmtree(tmp_path / "sync" / f"step_{STEPS:06d}")
-    (folder / "calculator.py").write_text(CALCULATOR + "\n")
+    (folder / "ones.py").write_text(ONES + "\n")
     refused = run_script("train_sync.py", *flags, "sync", check=False)
-    assert refused.returncode == 1 and "the content of --tools" in refused.stderr
+    assert refused.returncode == 1 and "the content of --env" in refused.stderr

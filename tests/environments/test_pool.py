@@ -162,14 +162,6 @@ def test_secrets_and_the_job_are_hidden_and_the_system_ends_environments_first(r
     rude.end("says what it sees")
 
 
-def test_what_reset_adds_is_in_the_prompt(rude, tokenizer):
-    """Complaint 21."""
-    found = begin(rude, "a", "good", prompt=[{"role": "user", "content": "Play."}], says="I begin.")
-    text = tokenizer.decode(found["prompt"])
-    assert text.endswith("user\nPlay.<|im_end|>\n<|im_start|>user\nI begin.<|im_end|>\n<|im_start|>assistant\n")
-    rude.end("a")
-
-
 def test_the_answer_of_an_episode_that_was_ended_is_nobody_s(rude):
     begin(rude, "a", "sleeps")
     rude.ask("a", "step", ids=[1])

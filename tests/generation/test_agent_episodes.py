@@ -55,11 +55,6 @@ def group_of(*given, n=2, **flags) -> Group:
     return Group.from_bytes(finish(generator).to_bytes())
 
 
-def so_far(ids: list[int]) -> Output:
-    """These tokens of an unfinished response."""
-    return Output(0, ids, [0.0] * len(ids), [0] * len(ids), "unfinished")
-
-
 def runs(response) -> list[tuple[list[int], list[bool]]]:
     """Tokens and mask of each history."""
     lengths = response.histories or [len(response.token_ids)]
@@ -327,7 +322,8 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
             if not tokens:
                 continue
             ids = ([] if number else [2, 3]) + tokens
-            whole.add(Request(0, ids[:1], SamplingParams(max_tokens=len(ids)), 0, so_far=so_far(ids[1:])))
+            so_far = Output(0, ids[1:], [0.0] * len(ids[1:]), [0] * len(ids[1:]), "unfinished")
+            whole.add(Request(0, ids[:1], SamplingParams(max_tokens=len(ids)), 0, so_far=so_far))
             expected = whole.step()[0].routes[: len(ids) - 1]
             own = response.routes[end - len(tokens) : end - 1]
             assert np.array_equal(own if number else np.concatenate([group.prompt_routes, own]), expected)

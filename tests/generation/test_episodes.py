@@ -157,9 +157,8 @@ def test_a_row_without_a_prompt_needs_one_from_reset(row):
 
 def test_a_verifier_scores_the_last_turn_where_nobody_has():
     """What a tool has answered is no answer of the model."""
-    generator, _ = make(until(2))
-    generator.start(0)
-    assert [r.score for r in finish(generator).responses] == [7.0, 7.0]
+    group, generator, _ = played_by(until(2))
+    assert [r.score for r in group.responses] == [7.0, 7.0]
     assert generator.pool.texts == {(0, i): " ".join(map(str, TURN)) for i in range(2)}
 
 
@@ -208,9 +207,7 @@ def test_an_environment_that_fails_costs_its_own_response(turn):
         failed = {"event": "timeout", "message": "the environment: slow"} if key[1] == 0 and at == turn else {}
         return until(2, 1.0)(key, at, ids) | failed
 
-    generator, _ = make(answer, n=3)
-    generator.start(0)
-    first, *others = finish(generator).responses
+    first, *others = played_by(answer, n=3)[0].responses
     assert first.score is None and first.error == "timeout: the environment: slow"
     assert len(first.token_ids) == (3 if turn == 1 else 9)
     assert all(r.score == 2.0 and r.token_ids.tolist() == TURN + ANSWER + TURN for r in others)
@@ -248,18 +245,16 @@ def test_the_first_reset_that_succeeds_is_the_group_s_and_nobody_waits_for_the_o
     assert [r.score for r in group.responses] == [None, 2.0, 2.0, None]
     assert "gone" in group.responses[0].error and "another prompt" in group.responses[3].error
     assert generator.responses.num_unfinished == 0 and not played.alive
-    generator, _ = make(Resets(lambda *_: failed), n=2)  # nobody's: the group keeps its prompt
-    generator.start(0)
-    assert [r.score for r in finish(generator).responses] == [None] * 2 and generator.responses.num_unfinished == 0
+    group, generator, _ = played_by(Resets(lambda *_: failed), n=2)  # nobody's: the group keeps its prompt
+    assert [r.score for r in group.responses] == [None] * 2 and generator.responses.num_unfinished == 0
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_reset_that_fails_is_tried_once_more(times):
     """With the same seeds. Nothing has been sampled, and no tool was called."""
     failed = {"event": "error", "message": "ConnectionError"}
-    generator, played = make(Resets(lambda number, tries: failed if number == 0 and tries <= times else {}), n=2)
-    generator.start(0)
-    first, other = finish(generator).responses
+    group, _, played = played_by(Resets(lambda number, tries: failed if number == 0 and tries <= times else {}), n=2)
+    first, other = group.responses
     assert other.score == 2.0 and other.extra["restarts"] == 0 and first.extra["restarts"] == 1
     assert (first.score, first.error) == ((2.0, None) if times == 1 else (None, "error: ConnectionError"))
     tries = [seeds for number, *seeds in played.begun if number == 0]
@@ -277,9 +272,8 @@ def test_what_reset_adds_is_the_group_s_prompt():
     while generator.is_validating:
         generator.score(generator.decode())
     assert prompts[2:] == [[2, 3, 4, 8]] and generator.take_rows()[0]["score"] == 7.0
-    generator, _ = make(until(1), row={"prompt_ids": [2] * 65})
-    generator.start(0)
-    assert all(r.score is None and "--max-prompt-length" in r.error for r in finish(generator).responses)
+    group, _, _ = played_by(until(1), row={"prompt_ids": [2] * 65})
+    assert all(r.score is None and "--max-prompt-length" in r.error for r in group.responses)
 
 
 def varied(key, turn, ids):

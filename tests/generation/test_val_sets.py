@@ -1,12 +1,12 @@
 """Validation files with a name or a sampling of their own."""
 
 import itertools
-import json
 import random
 import statistics
 
 import pytest
 from helpers import train
+from test_data import write
 
 from math_grader import graders
 from rl.algorithm.metrics import best_of, majority, validation_metrics
@@ -115,8 +115,7 @@ def test_files_of_one_source_with_different_numbers_of_responses_are_told_apart(
 @pytest.mark.runs
 def test_a_run_validates_each_file_in_its_own_way(tmp_path):
     rows = [{"prompt": f"{a}+{a}=", "data_source": "demo", "ground_truth": str(2 * a)} for a in range(1, 4)]
-    file = tmp_path / "sums.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+    file = write(tmp_path / "sums.jsonl", *rows)
     sets = [f"one={file}", f"many={file}:n=4:temperature=1:length=70", f"{file}:n=2"]  # longer than in training: 64 + 8
     (tmp_path / "reward.py").write_text(REWARD)
     flags = ["--total-training-steps", 1, "--test-freq", 1, "--no-val-before-train", "--val-files", *sets]

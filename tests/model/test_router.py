@@ -196,10 +196,9 @@ def test_recomputed_layers_take_the_experts_of_their_forward_pass(learn):
         first.sum().backward()
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
-    """Log-probs of transformers, and in the learner the recorded experts: in fp32 its own ones nearly everywhere."""
-    engine = TransformersEngine(models["moe"], 64, 5, dtype=getattr(torch, kind), records_routes=True)
+def test_experts_recorded_in_bf16_bring_the_learner_nearer(models, learn):
+    """It would choose others here and there; in fp32 it does not (test_agent_episodes.py)."""
+    engine = TransformersEngine(models["moe"], 64, 5, dtype=torch.bfloat16, records_routes=True)
     batch = sampled(engine)
     learner, micro = learn(router_replay="R3"), micro_of(batch)
     assert micro.routes.shape == (micro.inputs["input_ids"].numel(), 2, 2)
@@ -209,12 +208,7 @@ def test_the_embedded_engine_records_what_it_chose(models, learn, kind):
     metrics = learner.router_metrics()
     learner.args = dataclasses.replace(learner.args, router_replay="off")
     free = (learner.forward(micro).log_prob - batch.rollout_log_prob).abs().detach()
-    print(f"{kind}: largest difference {free.max():.4f} free, {replayed.max():.4f} replayed; {metrics}")
-    if kind == "float32":
-        assert replayed.max() < 1e-4 and metrics["moe/replay/tokens_differ"] < 0.01
-    else:
-        assert metrics["moe/replay/tokens_differ"] > 0
-        assert free.max() > 5 * replayed.max()
+    assert metrics["moe/replay/tokens_differ"] > 0 and free.max() > 5 * replayed.max()
 
 
 def test_router_logits_are_in_fp32(models):

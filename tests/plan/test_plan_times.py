@@ -15,9 +15,8 @@ from rl.errors import UserError
 from rl.samples.split_schedule import AsyncSchedule
 from tools.plan import roofline
 from tools.plan.devices import DEVICES, Machine, Roles, device
-from tools.plan.from_run import times_of_run
 from tools.plan.simulation import Result, Times, simulate
-from tools.plan.time_plan import Way, best, compare, sources
+from tools.plan.time_plan import Way, best, compare, sources, times_of_run
 from tools.plan.workload import Drawn, lengths_like
 
 H100 = device("H100-80GB")

@@ -1,4 +1,4 @@
-"""Started by test_watchdog.py: ranks that hang on purpose.
+"""Started by test_failures.py: ranks that hang on purpose.
 
 torchrun ... hung_ranks.py FILE      rank 1 does not come to a collective in which rank 0 waits
 python hung_ranks.py                 a process that gets on slowly, and then no more

@@ -1,7 +1,9 @@
-"""Measures one learner's host memory, in bytes per parameter, at its start, in a step, a publish and saves. Prints a line of
-JSON.
+"""Measures learners' host memory, in bytes per parameter. Prints a line of JSON.
 
-python tests/programs/memory.py SMALL MODEL OUT, where a learner of SMALL imports what any learner imports
+python tests/programs/memory.py SMALL MODEL OUT         of one, at its start, in a step, a publish and saves
+torchrun ... tests/programs/memory.py MODEL FLAGS       of each, as it loads its model, and publishes in bf16
+
+A learner of SMALL imports what any learner imports. FLAGS: JSON.
 """
 
 import json
@@ -18,6 +20,7 @@ from rl.checkpoint import saver
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import dist, host, launch, process
+from rl.ranks.gathering import BUCKET_BYTES
 from rl.split import Split
 from rl.weights.publish import Publisher
 
@@ -47,7 +50,29 @@ def step(learner: Learner) -> None:
     learner.optimizer.zero_grad()
 
 
-def main(ranks: dist.Ranks) -> None:
+def publish(learner: Learner, ranks: dist.Ranks, dtype: torch.dtype) -> Publisher:
+    """Copy the weights as for the first publish."""
+    nodes, bridge = [launch.Node("here", 0, ranks.world_size + 1, 1)], object() if ranks.is_main else None
+    split = Split("learner", ranks, ranks.world_size, 1, nodes, 0, torch.distributed.HashStore(), bridge)
+    publisher = Publisher(learner, split, dtype)
+    publisher.take_copy()
+    return publisher
+
+
+def of_each(ranks: dist.Ranks) -> None:
+    with Peak() as load:
+        learner = Learner(sys.argv[1], LearnerArgs(**json.loads(sys.argv[2])), ranks, total_steps=10)
+    with Peak() as sent:
+        publish(learner, ranks, torch.bfloat16)
+    sizes = [p.numel() for p in learner.policy.parameters()]
+    own = {"load": load.added, "kept": load.kept, "publish": sent.added}
+    own |= {"tensor": 4 * max(sizes), "bucket": max(BUCKET_BYTES, 2 * max(sizes))}
+    everyone = dist.all_gather_values({name: size / sum(sizes) for name, size in own.items()})
+    if ranks.is_main:
+        print(json.dumps(everyone))
+
+
+def of_one(ranks: dist.Ranks) -> None:
     small, model, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     step(Learner(small, LearnerArgs(), ranks, total_steps=10))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -57,11 +82,8 @@ def main(ranks: dist.Ranks) -> None:
     parameters = sum(p.numel() for p in learner.policy.parameters())
     with Peak() as peaks["step"]:
         step(learner)
-    nodes = [launch.Node("here", 0, 2, 1)]
-    split = Split("learner", ranks, 1, 1, nodes, 0, torch.distributed.HashStore(), bridge=object())
     with Peak() as peaks["publish"]:
-        publisher = Publisher(learner, split, torch.float32)
-        publisher.take_copy()
+        publisher = publish(learner, ranks, torch.float32)  # noqa: F841  (it has the copy)
     job = SimpleNamespace(tokenizer=tokenizer, prompts=SimpleNamespace(prep=None))
     run = SimpleNamespace(dir=out, say=said.append)
     writer = saver.Saver(train_sync.Args(), job, run, {}, learner, None)
@@ -78,4 +100,4 @@ def main(ranks: dist.Ranks) -> None:
 
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(lambda ranks: (of_each if ranks.world_size > 1 else of_one)(ranks))

@@ -10,7 +10,8 @@ from test_report import write as write_run
 
 from report import Args, main
 from rl.record import validations
-from tools.report import responses
+from tools.report.conclusions import responses
+from tools.report.logs import Log, RunGroup
 
 
 def row(response: str = "5", **more) -> dict:
@@ -31,7 +32,8 @@ def test_text_comes_back_and_lines_that_were_cut_off_are_left_out(tmp_path):
     expected = [dict(zip(names, ("How many?", text, "5", None), strict=True)) | {"step": 1} for text in ODD]
     assert [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] == expected
     file.write_bytes(file.read_bytes()[:-20] + b"\n[7]\n\xff")
-    assert [line[1] for line in responses.read(file)[1:]] == ODD[:2]
+    _, (_, *table) = responses(RunGroup("a", [Log(tmp_path, {}, [])]))
+    assert [line[1] for line in table] == ODD[:2]
 
 
 def table_cells(page: str) -> list[list[str]]:

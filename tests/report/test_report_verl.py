@@ -10,7 +10,7 @@ import pytest
 from report import Args, main
 from rl.errors import UserError
 from tools.report.logs import find_runs, load
-from tools.report.verl_console import MAX_REQUIRED, holds_steps
+from tools.report.readers import MAX_REQUIRED, holds_steps
 
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 CYAN, PLAIN = "\x1b[36m", "\x1b[0m"

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from helpers import ROOT, run_script
+from test_data import write
 
 import rehearse
 import view
@@ -47,11 +48,9 @@ def kept(environments, **kwargs):
 @pytest.fixture
 def data(tmp_path):
     """Sums below 100. The last one's prompt has its answer."""
-    file = tmp_path / "sums.jsonl"
     rows = [(f"How much is {a} plus {b}?", a + b) for a, b in ((12, 34), (5, 40), (60, 21), (7, 0))]
     rows = [{"prompt": prompt, "data_source": "sums", "ground_truth": str(truth)} for prompt, truth in rows]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write(tmp_path / "sums.jsonl", *rows)
 
 
 def texts_of(data) -> list[rehearse.Try]:
@@ -89,9 +88,8 @@ BUILT_IN = ["openai/gsm8k", "HuggingFaceH4/MATH-500", "math_dapo", "aime_2025", 
 
 @pytest.mark.parametrize("source", BUILT_IN)
 def test_no_built_in_grader_is_cheated(data, tmp_path, source, capsys):
-    file = tmp_path / "rows.jsonl"
     rows = [json.loads(line) | {"data_source": source} for line in data.read_text().splitlines()[:3]]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(tmp_path / "rows.jsonl", *rows)
     assert rehearse.main(rehearse.Args(train_files=(str(file),), rows=3)) == 0
     said = capsys.readouterr().out
     assert "no text cheats" in said and "right answers score up to" in said and "STOPS IT" not in said

@@ -73,24 +73,18 @@ AGENT = ["--agent", f"{sys.executable} {ROOT / 'examples' / 'agent.py'}"]
 SHORT = ["--train-batch-size", "4", "--test-freq", "0"]
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("environments") / "environments.py"
-    path.write_text(ENVIRONMENT)
-    return path
-
-
-def forking(file: Path, code: str = FORKS) -> list[str]:
-    """The flags of an agent that forks, next to the environments' file."""
-    agent = file.with_name("forks.py")
+def forking(folder: Path, code: str = FORKS) -> list[str]:
+    """The flags of an agent that forks, in this folder."""
+    agent = folder / "forks.py"
     agent.write_text(f"import sys; sys.path.append({str(ROOT / 'examples')!r})\n{code}")
     return ["--agent", f"{sys.executable} {agent}"]
 
 
-def test_an_environment_of_one_turn_changes_no_bit(file, demo_model, tmp_path):
+def test_an_environment_of_one_turn_changes_no_bit(demo_model, tmp_path):
+    (tmp_path / "one.py").write_text(ENVIRONMENT)
     flags = ["--total-training-steps", "3", "--test-freq", "3", "--val-max-samples", "20", "--no-val-before-train"]
     plain, run, _ = train("train_sync.py", *flags, out=tmp_path / "plain")
-    found, own, _ = train("train_sync.py", *flags, "--env", f"{file}:One", out=tmp_path / "one")
+    found, own, _ = train("train_sync.py", *flags, "--env", f"{tmp_path}/one.py:One", out=tmp_path / "one")
     assert bits(run) == bits(own)
     name = "val-core/demo/acc/mean@1"
     assert plain[3][name] == found[3][name] and found[3]["reward/extra/turns/mean"] == 1
@@ -111,8 +105,8 @@ def served(monkeypatch) -> Iterator[list[str]]:
             worker.kill()
 
 
-def test_calls_at_once_train_the_same_bits_in_any_order(file, tmp_path):
-    flags = [*CALCULATOR[:2], *forking(file, AT_ONCE), "--max-response-length", "96", *SHORT, "--rollout-n", "4"]
+def test_calls_at_once_train_the_same_bits_in_any_order(tmp_path):
+    flags = [*CALCULATOR[:2], *forking(tmp_path, AT_ONCE), "--max-response-length", "96", *SHORT, "--rollout-n", "4"]
     flags += ["--total-training-steps", "2", "--lr", "1e-3"]
     (found, one, _), (_, other, _) = (train("train_sync.py", *flags, out=tmp_path / name) for name in ("one", "other"))
     assert bits(one) == bits(other) and {found[step]["reward/extra/forks/mean"] for step in (1, 2)} == {3.0}
@@ -150,13 +144,13 @@ def test_agents_train_the_bits_of_an_environment(kind, script, request, tmp_path
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["agent", "served", "sdk", "images"])
-def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp_path):
+def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, request, tmp_path):
     """Complaint 20, and no process is left. An agent's forked histories are among what is recorded. Workers outlive the run."""
     model = CALCULATOR[:2]
     if kind == "images":
         model, own = ["--model", "demo-vl", "--train-files", "demo-vl", "--val-files", "demo-vl"], SHOWS
     else:
-        own = of_sdk() if kind == "sdk" else forking(file) if kind == "agent" else request.getfixturevalue("served")
+        own = of_sdk() if kind == "sdk" else forking(tmp_path) if kind == "agent" else request.getfixturevalue("served")
     length = {"agent": "64", "images": "40"}.get(kind, "24")
     flags = [*model, *own, "--max-response-length", length, *SHORT, "--lr", "1e-3", "--save-freq", "1"]
     flags += ["--rollout-n", "4"]
@@ -176,14 +170,14 @@ def test_kill_9_while_tools_are_at_work_loses_no_ticket(kind, file, request, tmp
     assert started == trained + dropped + flying and trained == 4 * (step + 3) and not dropped
 
 
-def test_an_answer_keeps_to_a_schema_and_training_knows_its_tokens(file, tmp_path):
+def test_an_answer_keeps_to_a_schema_and_training_knows_its_tokens(tmp_path):
     """The mask of possible tokens is recorded: the learner's log-probs are those of what was sampled. A schema that cannot be
     kept to costs its own response."""
     pytest.importorskip("vllm")
-    flags = [*CALCULATOR[:2], *forking(file, SCHEMAS), *CALCULATOR[4:], *SHORT, "--rollout-n", "8", "--lr", "1e-3"]
+    flags = [*CALCULATOR[:2], *forking(tmp_path, SCHEMAS), *CALCULATOR[4:], *SHORT, "--rollout-n", "8", "--lr", "1e-3"]
     flags += ["--total-training-steps", "3", "--engine", "vllm", "--top-k", "12", "--keep-sampling-mask"]
     flags += ["--staleness-threshold", "0"]
-    found, _, _ = train("train_async.py", *flags, out=tmp_path, timeout=280, imported="vllm", ranks=2)
+    found, _, _ = train("train_async.py", *flags, out=tmp_path / "run", timeout=280, imported="vllm", ranks=2)
     assert max(found[step]["training/rollout_probs_diff_max"] for step in (1, 2, 3)) < 1e-4
     assert 0 < sum(found[step]["critic/score/mean"] for step in (1, 2, 3)) < 3
     assert all(0 < found[step]["reward/unscored"] < 32 and not found[step]["reward/events/error"] for step in (1, 2, 3))

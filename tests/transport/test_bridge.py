@@ -1,8 +1,6 @@
 """A learner's weights reach each of its generators bit for bit, and each node once, for any number of ranks and nodes."""
 
-import os
 import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -11,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from test_ring import LIMIT, kill, start
 from torch.distributed import HashStore, TCPStore
 
 from rl.errors import RankLost
@@ -101,16 +100,14 @@ def test_a_process_that_dies_is_noticed(killed, small_rings):
     """The processes that wait for it notice, without a timeout."""
     store = TCPStore("localhost", 0, None, True, wait_for_workers=False)
     number = 0 if killed == "a neighbour" else 1
-    pid = os.fork()
-    if not pid:
-        try:
-            Rings(TCPStore("localhost", store.port), 1 - number, 2)
-            time.sleep(60)
-        finally:
-            os._exit(0)  # whatever happens, this is no second pytest
+
+    def other() -> None:
+        Rings(TCPStore("localhost", store.port), 1 - number, 2)
+        time.sleep(LIMIT)
+
+    pid = start(other)
     own = Rings(TCPStore("localhost", store.port), number, 2)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    kill(pid)
     data = torch.zeros(5 * bridge.PIECE_BYTES, dtype=torch.uint8)
     with pytest.raises(RankLost, match=f"process {pid}"):
         own.put(data) if own.is_first else own.take(data)

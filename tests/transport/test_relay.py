@@ -4,13 +4,13 @@ take no memory."""
 import contextlib
 import os
 import random
-import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from test_ring import LIMIT, kill, start
 from torch.distributed import HashStore, TCPStore
 
 from rl.ranks.stops import lost_connection
@@ -92,23 +92,19 @@ def test_a_connection_that_breaks_is_the_loss_of_a_rank(killed):
         ring, own = Ring.create(1 << 20), TCPStore("localhost", store.port)
         return ring, kind(ring, own, [1] if kind is Receiver else 1)
 
-    pid = os.fork()
-    if not pid:
-        try:
-            ring, _ = make(killed)
-            for _ in range(2):
-                ring.put(b"a record") if killed is Forwarder else ring.get(timeout=60)
-            store_of_child = TCPStore("localhost", store.port)
-            store_of_child.set("connected", "")
-            time.sleep(60)
-        finally:
-            os._exit(0)  # whatever happens, this is no second pytest
+    def other() -> None:
+        ring, _ = make(killed)
+        for _ in range(2):
+            ring.put(b"a record") if killed is Forwarder else ring.get(timeout=60)
+        TCPStore("localhost", store.port).set("connected", "")
+        time.sleep(LIMIT)
+
+    pid = start(other)
     ring, end = make(Receiver if killed is Forwarder else Forwarder)
     for _ in range(2):
         ring.put(b"a record") if killed is Receiver else ring.get(timeout=60)
     store.get("connected")
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    kill(pid)
     with pytest.raises(RuntimeError) as error:
         for _ in range(600):
             if killed is Receiver:

@@ -34,13 +34,12 @@ from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
 from rl.weights.local import LocalWeights
-from tools.doctor.findings import OK, SLOW, WRONG, Finding
+from tools.doctor.processes import ATTACH, OK, SLOW, WRONG, Finding
 
 # Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, without a
 # temperature of 0.6, are off by 0.1 or more.
 LIMITS = {torch.float32: (2e-3, 2e-2), torch.bfloat16: (5e-2, 0.5)}
 LOW_MFU = 0.1
-ATTACH = "attach doctor.json to an issue"
 
 
 def memory_left() -> tuple[int, int] | None:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl.ranks.host import NODES, device_files
-from tools.doctor.findings import OK, SKIPPED, SLOW, WRONG, Finding
-from tools.doctor.processes import ROOT
+from tools.doctor.processes import OK, ROOT, SKIPPED, SLOW, WRONG, Finding
 
 REQUIREMENTS = {"cpu": "requirements.txt", "cuda": "requirements-cuda.txt", "npu": "requirements-npu.txt"}
 ENGINES = ("vllm", "vllm-ascend")
@@ -40,12 +39,11 @@ def check_packages(kind: str) -> Finding:
         found[wanted.name] = version
         if not wanted.specifier.contains(version, prereleases=True):
             problems.append(f"{wanted.name} {version} ({name} wants {wanted.specifier})")
+    remedy = f"install {name} as its first lines say"
     if problems:
-        return Finding("packages", WRONG, "; ".join(problems + engines), f"install {name} as its first lines say", found)
+        return Finding("packages", WRONG, "; ".join(problems + engines), remedy, found)
     if engines:
-        return Finding(
-            "packages", SLOW, f"{engines[0]}: runs take --engine embedded", f"install {name} as its first lines say", found
-        )
+        return Finding("packages", SLOW, f"{engines[0]}: runs take --engine embedded", remedy, found)
     text = f"Python {platform.python_version()}, torch {found['torch']}, transformers {found['transformers']}"
     return Finding("packages", OK, f"{text}; all as {name} wants", facts=found)
 

@@ -1,4 +1,4 @@
-"""The command of a check, run in its own session with a time limit; none of its processes stays behind."""
+"""The result of a check, and its command, run in its own session with a time limit; none of its processes stays behind."""
 
 import os
 import signal
@@ -6,23 +6,46 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from user_code.child import children, end_with_parent
 from user_code.server import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0  # seconds that torchrun gets to end its ranks
+OK, SLOW, WRONG, SKIPPED = "ok", "slow", "WRONG", "skipped"
+ATTACH = "attach doctor.json to an issue"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `slow`: works, but costs time; `WRONG`: must be fixed; `skipped`: could not be tried here."""
+
+    check: str
+    status: Literal["ok", "slow", "WRONG", "skipped"]
+    text: str
+    remedy: str = ""
+    facts: dict = field(default_factory=dict)  # numbers behind the text, for doctor.json
+
+    def __str__(self) -> str:
+        remedy = f" -> {self.remedy}" if self.remedy else ""
+        return f"{self.status:7} {self.check}: {self.text}{remedy}"
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended. code: None if it ran out of time. output: stdout and stderr together."""
 
+    command: Sequence[str]
     code: int | None
     output: str
     seconds: float
+
+    @property
+    def facts(self) -> dict:
+        return {"command": self.command, "seconds": self.seconds, "exit_code": self.code, "output": self.output[-6000:]}
 
     @property
     def reason(self) -> str:
@@ -61,7 +84,7 @@ def run(command: Sequence[str], timeout: float) -> Outcome:
         finally:
             _end(process, others)
         output.seek(0)
-        return Outcome(code, output.read().decode(errors="replace"), time.monotonic() - started)
+        return Outcome(command, code, output.read().decode(errors="replace"), time.monotonic() - started)
 
 
 def _end(process: subprocess.Popen, others: set[int]) -> None:

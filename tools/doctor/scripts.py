@@ -1,13 +1,12 @@
 """A few steps of each script, run as whole jobs like a user's."""
 
-import json
 import math
 import sys
 import tempfile
 from pathlib import Path
 
-from tools.doctor.findings import OK, SLOW, WRONG, Finding
-from tools.doctor.processes import Outcome, run
+from rl.record.validations import rows_of
+from tools.doctor.processes import ATTACH, OK, SLOW, WRONG, Finding, run
 
 SCRIPTS = ("train_sync.py", "train_one_step_off.py", "train_async.py")
 # Largest mean difference between the engine's and the learner's probability of a sampled token, by the learner's precision
@@ -21,21 +20,20 @@ def check_script(script: str, model: str, ranks: int, dtype: str, timeout: float
     name = f"{script}, {ranks} rank{'s' if ranks > 1 else ''}" + (f", {engine}" if engine != "auto" else "")
     with tempfile.TemporaryDirectory(prefix="doctor-") as out:
         done = run(_command(script, model, ranks, dtype, engine, out), timeout)
-        rows = _rows(Path(out))
+        rows = [row for file in Path(out).glob("*/metrics.jsonl") for row in rows_of(file)]
     if done.code != 0 or len(rows) != STEPS:
-        return [Finding(name, WRONG, done.reason, "run the command in doctor.json by itself", _facts(done, script, ranks))]
+        return [Finding(name, WRONG, done.reason, "run the command in doctor.json by itself", done.facts)]
     difference = rows[0]["training/rollout_probs_diff_mean"]  # with split ranks, later steps train samples of older weights
     facts = {"seconds": done.seconds, "metrics": rows[-1]}
     text = f"{STEPS} steps in {done.seconds:.0f} s; the engine's probabilities are off by {difference:.2g} on average"
     numbers = [row[key] for row in rows for key in ("actor/pg_loss", "actor/grad_norm")]
     if any(number is None or not math.isfinite(number) for number in numbers):
-        findings = [Finding(name, WRONG, "the loss or the gradient is not finite", "attach doctor.json to an issue", facts)]
+        finding = Finding(name, WRONG, "the loss or the gradient is not finite", ATTACH, facts)
     elif not difference <= CLOSE[dtype]:
-        remedy = "attach doctor.json to an issue"
-        findings = [Finding(name, WRONG, f"{text}; {CLOSE[dtype]:g} is allowed", remedy, facts)]
+        finding = Finding(name, WRONG, f"{text}; {CLOSE[dtype]:g} is allowed", ATTACH, facts)
     else:
-        findings = [Finding(name, OK, text, facts=facts)]
-    return findings + _bridge(name, rows)
+        finding = Finding(name, OK, text, facts=facts)
+    return [finding, *_bridge(name, rows)]
 
 
 def _bridge(name: str, rows: list[dict]) -> list[Finding]:
@@ -58,12 +56,3 @@ def _command(script: str, model: str, ranks: int, dtype: str, engine: str, out: 
     flags = ["--model", model, *data, "--dtype", dtype, "--engine", engine, "--output-dir", out]
     flags += ["--total-training-steps", str(STEPS), "--test-freq", "0", "--gpu-memory-utilization", "0.4"]
     return [sys.executable, *start, script, *flags]
-
-
-def _rows(out: Path) -> list[dict]:
-    files = list(out.glob("*/metrics.jsonl"))
-    return [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
-
-
-def _facts(done: Outcome, script: str, ranks: int) -> dict:
-    return {"seconds": done.seconds, "exit_code": done.code, "ranks": ranks, "script": script, "output": done.output[-6000:]}

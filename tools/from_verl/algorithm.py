@@ -1,8 +1,10 @@
 """The meaning of verl's keys for the algorithm: advantages, losses, KL terms, the critic, corrections (see meanings.py)."""
 
 from rl.errors import UserError
-from rl.ranges import flag
-from tools.from_verl.verl_run import PRESET, SYNC, Run, listed
+from tools.from_verl.verl_run import PRESET, SYNC, Run, data, listed
+
+WORDS = data("words.yaml")
+LOSS_ARGS, CORRECTIONS, PRESETS = WORDS["loss_args"], WORDS["corrections"], WORDS["presets"]
 
 
 def estimator(run: Run) -> dict[str, object]:
@@ -29,21 +31,13 @@ def aggregation(run: Run) -> dict[str, object]:
     return {"--loss-agg-mode": mode}
 
 
-LOSS_ARGS = {  # verl's loss -> verl's key -> our name
-    "clip_cov": {"policy_loss.clip_cov_ratio": "ratio", "policy_loss.clip_cov_lb": "low", "policy_loss.clip_cov_ub": "high"},
-    "kl_cov": {"policy_loss.kl_cov_ratio": "ratio", "policy_loss.ppo_kl_coef": "coef"},
-    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
-    "dro": {"policy_loss.dro_beta": "beta"},
-}
-
-
 def loss_args(run: Run) -> dict[str, object]:
     loss = run["A.actor.policy_loss.loss_mode"]
     for other, args in LOSS_ARGS.items():
         if other != loss:
             run.skips(" ".join(f"A.actor.{key}" for key in args), f"the loss is {loss}")
     args = {name: run[f"A.actor.{key}"] for key, name in LOSS_ARGS.get(loss, {}).items()}
-    return {"--loss-args": [f"{name}={value}" for name, value in args.items() if value is not None] or None}
+    return {"--loss-args": [f"{name}={value}" for name, value in args.items() if value is not None]}
 
 
 def clips(run: Run) -> dict[str, object]:
@@ -112,27 +106,12 @@ def critic(run: Run) -> dict[str, object]:
     }
 
 
-GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-CORRECTIONS = {  # verl's words for a whole correction -> flags
-    "token_tis": {"rollout_is": "token"},
-    "sequence_tis": {"rollout_is": "sequence"},
-    "geometric_rs": GEOMETRIC,
-    "sequence_tis_geometric_rs": {"rollout_is": "sequence"} | GEOMETRIC,
-    "icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
-}
-PRESETS = {  # verl's constructors of a correction -> their words
-    "decoupled_token_is": "token_tis", "decoupled_seq_is": "sequence_tis", "decoupled_geo_rs": "geometric_rs",
-    "decoupled_geo_rs_seq_tis": "sequence_tis_geometric_rs", "decoupled_token_icepop": "icepop",
-}  # fmt: skip
-
-
 def correction(run: Run) -> dict[str, object]:
     word = run[PRESET]
     of = PRESET + "."
-    preset = CORRECTIONS.get(PRESETS.get(word.removesuffix("()"), word), {}) if isinstance(word, str) else {}
-    if word and not preset:
+    flags = dict(CORRECTIONS.get(PRESETS.get(word.removesuffix("()"), word), {})) if isinstance(word, str) else {}
+    if word and not flags:
         run.lacks(PRESET, f"{', '.join(CORRECTIONS)} are the words here")
-    flags = {flag(name): value for name, value in preset.items()}
     weighs, rejects = run[of + "rollout_is"], run[of + "rollout_rs"]
     if weighs:
         flags["--rollout-is"] = weighs

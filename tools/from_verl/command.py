@@ -17,7 +17,6 @@ from typing import IO, NamedTuple
 
 from rl.errors import UserError
 from tools.from_verl import programs
-from tools.from_verl.redirections import NOWHERE, sent_nowhere
 
 OVERRIDE = re.compile(r"(\+\+|\+|~)?(?P<key>[A-Za-z_][\w@/-]*(\.[\w@/-]+)*)(=(?P<value>.*))?", re.DOTALL)
 ASSIGNMENT = re.compile(r"(?:-e|--env=)?([A-Za-z_]\w*)=(.*)", re.DOTALL)  # of `env`, `docker run -e` and their like
@@ -56,6 +55,29 @@ readonly -f _note command_not_found_handle
 eval "$VERL_SCRIPT"
 builtin wait
 """
+# A shell that may not write files does not run a command whose output goes to one: such redirections are rewritten
+NOWHERE = 9  # a descriptor that is open for reading and writing
+SINGLE = r"\$'(?:\\.|[^'\\])*'|'[^']*'"
+PARENS, DOUBLE, BRACES = r"\([^()\"'\\]*\)", r'"(?:\\.|\$(?![({])|[^"\\$`])*"', r"\{[^{}\"'\\]*\}"
+for _ in range(4):  # they may be nested: "$(cd "$(dirname "${A[0]}")")"
+    PARENS, DOUBLE, BRACES = (
+        rf"\((?:\\.|{SINGLE}|{DOUBLE}|{PARENS}|[^()\"'\\])*\)",
+        rf'"(?:\\.|\$(?:{PARENS}|{BRACES}|(?![({{]))|`[^`]*`|[^"\\$`])*"',
+        rf"\{{(?:\\.|{DOUBLE}|{BRACES}|[^{{}}\"'\\])*\}}",
+    )
+WORD = rf"(?:{SINGLE}|{DOUBLE}|\$(?:{PARENS}|{BRACES})|`[^`\n]*`|\\.|[^\s;&|()<>\"'`\\])+"
+TARGET = rf"[ \t]*(?:>{PARENS}|{WORD})(?![^\s;&|()<>`])"
+TOKEN = re.compile(
+    rf"(?P<kept>\\.|{SINGLE}|(?<![^\s;&|()`])#[^\n]*|[<>]\(|<<<|[<>]&[\d$-]"  # a text, a comment, what opens no file
+    r"|<<-?[ ]*(?P<quote>[\"']?)(?P<end>\w+)(?P=quote)[ ]*\n(?:[^\n]*\n)*?\t*(?P=end)(?![^\n]))"  # and a here-document
+    rf"|(?P<words>{DOUBLE}|\$(?=\{{){BRACES}|\(\((?:{PARENS}|[^()])*\)\)|(?<!\S)\[\[\s(?:{SINGLE}|{DOUBLE}|\\.|[^\"'\\])*?\s\]\])"
+    r"|`(?P<command>[^`]*)`"
+    rf"|(?P<number>(?<![^\s;&|(`])(?<!\\.)\d+)?(?P<one>>>|>\||<>|>(?!&)){TARGET}"
+    rf"|(?P<both>&>>?|>&){TARGET}"
+    r"|(?P<unclear>[\"'`>]|<<|\(\(|(?<!\S)\[\[\s)",
+    re.DOTALL,
+)
+SUBSTITUTION = re.compile(rf"\\.|\$(?!\(\()(?P<command>{PARENS})", re.DOTALL)
 END_OF_PROGRAM, EXPORTS = "\x1e", "\x1d"
 REFUSED = "cannot redirect output"  # so says the restricted shell
 SECONDS_TO_READ = 20
@@ -102,7 +124,10 @@ def read_words(words: list[str]) -> Command:
             if word.startswith("~"):
                 command.deleted.append(match["key"])
             else:
-                _take(command, match["key"], parse_value(match["value"]))
+                key, value = match["key"], parse_value(match["value"])
+                if (before := command.values.pop(key, value)) != value:
+                    command.notes.append(f"{key} is given as {before} and then as {value}: the last one counts.")
+                command.values[key] = value
         else:
             command.unread.append(word)
     return command
@@ -140,13 +165,6 @@ def _read_launcher(command: Command, words: Sequence[str]) -> None:
             command.environment |= dict(item.split("=", 1) for item in value.split(",") if "=" in item)
 
 
-def _take(command: Command, key: str, value: object) -> None:
-    before = command.values.pop(key, value)
-    if before != value:
-        command.notes.append(f"{key} is given as {before} and then as {value}: the last one counts.")
-    command.values[key] = value
-
-
 def read_script(text: str, words: Sequence[str] = ()) -> Command:
     """Read the text of a shell script, or of one command. words: the script's arguments. Raise UserError if it does not start
     verl."""
@@ -178,6 +196,30 @@ def read_script(text: str, words: Sequence[str] = ()) -> Command:
     if len(starts) > 1:
         command.notes.append(f"The script starts verl {len(starts)} times; this is the first.")
     return command
+
+
+def sent_nowhere(script: str) -> str | None:
+    """Return the script with its output to files sent to NOWHERE; None if it is not clear what is a redirection."""
+    try:
+        return TOKEN.sub(_rewritten, script)
+    except ValueError:
+        return None
+
+
+def _rewritten(token: re.Match) -> str:
+    if token["unclear"]:
+        raise ValueError("unclear")
+    if token["one"]:
+        return f" {token['number'] or ''}{token['one'][0]}&{NOWHERE} "
+    if token["both"]:
+        return f" >&{NOWHERE} 2>&{NOWHERE} "
+    if token["command"] is not None:
+        return f"`{TOKEN.sub(_rewritten, token['command'])}`"
+    return SUBSTITUTION.sub(_substituted, token[0]) if token["words"] else token[0]
+
+
+def _substituted(found: re.Match) -> str:
+    return f"$({TOKEN.sub(_rewritten, found['command'][1:-1])})" if found["command"] else found[0]
 
 
 class Program(NamedTuple):
@@ -262,10 +304,8 @@ def parse_value(text: str) -> object:
     if text.lower() in ("null", "none"):
         return None
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 

@@ -30,7 +30,8 @@ def lines(command: Command) -> list[str]:
     of_keys |= {name: str(value).lower() for name, value in of_keys.items() if isinstance(value, bool)}
     given = command.environment | of_keys
     found = [f"{name}={_shown(name, str(value))}: {_word(name, str(value), command.text)}" for name, value in given.items()]
-    found += [f"{file}: not read; check its variables as well{_of_cann(file)}" for file in command.unseen]
+    of_cann = {True: ". CANN's are needed here too: source it before", False: ""}
+    found += [f"{file}: not read; check its variables as well{of_cann[file.endswith('set_env.sh')]}" for file in command.unseen]
     return [f"# the environment ({len(found)})", *(f"#   {line}" for line in found)] if found else []
 
 
@@ -51,7 +52,3 @@ def _shown(name: str, value: str) -> str:
     if name == "PATH" or (SECRET.search(name) and value):
         return "..."
     return value.replace("\n", "\\n")
-
-
-def _of_cann(file: str) -> str:
-    return ". CANN's are needed here too: source it before" if file.endswith("set_env.sh") else ""

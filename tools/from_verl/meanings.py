@@ -5,19 +5,15 @@ Each function takes the Run and returns flags with their values, None to leave o
 
 import json
 
-from tools.from_verl.verl_run import ASYNC, SYNC, Run, listed
+from tools.from_verl.verl_run import ASYNC, SYNC, Run, data, listed
 
 DTYPE = "A.actor.fsdp_config.dtype"
 PRECISIONS = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+MEGATRON_LAYERS = data("words.yaml")["megatron_layers"]
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 # -- data
-
-
-def files(run: Run) -> dict[str, object]:
-    keys = {"--train-files": "data.train_files", "--val-files": "data.val_files"}
-    return {flag: listed(run[key]) or None for flag, key in keys.items()}
 
 
 def chat_template(run: Run) -> dict[str, object]:
@@ -29,7 +25,7 @@ def chat_template(run: Run) -> dict[str, object]:
     given = dict(given)
     given |= {key.removeprefix(f"{head}."): value for key, value in run.given.items() if key.startswith(f"{head}.")}
     words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
-    return {"--chat-template-args": words or None}
+    return {"--chat-template-args": words}
 
 
 def batch(run: Run) -> dict[str, object]:
@@ -139,13 +135,6 @@ def offload(run: Run) -> dict[str, object]:
     return {"--param-offload": False, "--optimizer-offload": moments}
 
 
-MEGATRON_LAYERS = {
-    "linear_qkv": ["q_proj", "k_proj", "v_proj"], "linear_q": ["q_proj"], "linear_k": ["k_proj"], "linear_v": ["v_proj"],
-    "linear_proj": ["o_proj"], "linear_fc1": ["gate_proj", "up_proj"], "linear_fc1_gate": ["gate_proj"],
-    "linear_fc1_up": ["up_proj"], "linear_fc2": ["down_proj"],
-}  # fmt: skip
-
-
 def adapters(run: Run) -> dict[str, object]:
     fsdp = ("A.model.lora_alpha", "A.model.target_modules", "A.model.lora_adapter_path")
     megatron = tuple(f"A.model.lora.{key}" for key in ("alpha", "target_modules", "adapter_path", "type"))
@@ -215,10 +204,6 @@ def engine(run: Run) -> dict[str, object]:
     if run["A.rollout.name"] != "vllm":
         run.lacks("A.rollout.name", "the engine is vLLM or the embedded one")
     return {"--engine": "vllm"}
-
-
-def top_k(run: Run) -> dict[str, object]:
-    return {"--top-k": run["A.rollout.top_k"] or -1}
 
 
 def validation(run: Run) -> dict[str, object]:
@@ -299,4 +284,41 @@ def logger(run: Run) -> dict[str, object]:
     names = listed(run["trainer.logger"])
     if unknown := [name for name in names if name not in LOGGERS]:
         run.lacks("trainer.logger", f"{', '.join(map(str, unknown))}; here {', '.join(LOGGERS)}")
-    return {"--logger": [name for name in names if name in LOGGERS] or None}
+    return {"--logger": [name for name in names if name in LOGGERS]}
+
+
+# -- supervised training
+
+
+def sft_columns(run: Run) -> dict[str, object]:
+    if run["data.multiturn.enable"] is not False:
+        return {"--messages-key": run["data.messages_key"]}
+    nested = [key for key in ("data.prompt_dict_keys", "data.response_dict_keys") if run[key]]
+    for key in nested:
+        run.lacks(key, "columns within a column are not read")
+    if nested:
+        run.gaps.append(
+            f"the text is within the columns {run['data.prompt_key']} and {run['data.response_key']} ({', '.join(nested)}): "
+            "write a column `messages`, and leave out --prompt-key and --response-key."
+        )
+    else:
+        run.note(
+            "verl's fsdp_sft_trainer puts the prompt into the chat template. A prompt that is a string is used as it is here: "
+            "write chat messages, or a column `messages`."
+        )
+    return {"--prompt-key": run["data.prompt_key"], "--response-key": run["data.response_key"]}
+
+
+def sft_truncation(run: Run) -> dict[str, object]:
+    if run["data.truncation"] == "error":
+        return {"--filter-overlong-prompts": False}
+    run.lacks("data.truncation", "conversations are not cut: --filter-overlong-prompts leaves out those that are too long")
+    return {"--filter-overlong-prompts": True}
+
+
+def sft_test_freq(run: Run) -> dict[str, object]:
+    every = max(0, run["trainer.test_freq"])
+    if not every and run["data.val_files"]:
+        run.note("verl also validates after its last step, whatever test_freq says: --test-freq above all steps does that.")
+        every = run.steps or 10**6
+    return {"--test-freq": every}

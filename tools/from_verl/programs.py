@@ -4,16 +4,10 @@ import re
 from typing import NamedTuple
 
 from rl.errors import UserError
-from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC, data
+from tools.from_verl.verl_run import data
 
-TRAINERS = {  # part of a module's name -> our script, unless keys say otherwise; the first that is found counts
-    "fully_async": ASYNC,
-    "one_step_off": ONE_STEP_OFF,
-    "sft_trainer": SFT,
-    "main_ppo": SYNC,
-    "main_dapo": SYNC,
-    "main_entropy": SYNC,
-}
+PROGRAMS = data("programs.yaml")
+TRAINERS = PROGRAMS["trainers"]
 
 
 class Other(NamedTuple):
@@ -24,7 +18,7 @@ class Other(NamedTuple):
     instead: str
 
 
-OTHERS = [Other(**row) for row in data("programs.yaml")]
+OTHERS = [Other(**row) for row in PROGRAMS["others"]]
 NAMES = re.compile("|".join(map(re.escape, [*TRAINERS, *(name for other in OTHERS for name in other.names)])))
 
 

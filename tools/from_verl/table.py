@@ -2,7 +2,7 @@
 
 A row has one or several keys, each with verl's default behind `=`. `new|old` are two names of one key, `*` stands for any rest,
 `A.` for actor_rollout_ref. and `V1.` for trainer.v1. What they become is in `flags`, with a `note` for the document and, unless
-the value is taken over as it is, our word for each of verl's (`words`, and `otherwise` what to say of another), or the function
+the value is taken over as it is, our word for some of verl's (`words`; `otherwise` is said of any other), or the function
 that gives the flags their values (`meaning`). Other rows say why nothing has to be set (`unneeded`) or what is missing here
 (`missing`): a default is then the value with which nothing is missing. The keys of a row with a `switch`, a key or key=word of
 verl's, have no effect unless that is on: `idle` says so. Defaults are those of verl's main_ppo; defaults.yaml has
@@ -48,7 +48,7 @@ class Row:
         note = row.get("note") or row.get("unneeded") or row.get("missing", "")
         meaning = _function(row["meaning"]) if "meaning" in row else None
         if "words" in row:
-            meaning = partial(_by_words, names[0][0], row["flags"], row["words"], row["otherwise"])
+            meaning = partial(_by_words, names[0][0], row["flags"], row["words"], row.get("otherwise", ""))
         return cls(
             kind,
             tuple(names),
@@ -86,10 +86,11 @@ def _function(name: str) -> Callable[[Run], dict[str, object]]:
 
 def _by_words(key: str, flag: str, words: dict[object, object], otherwise: str, run: Run) -> dict[str, object]:
     word = run[key]
-    if not isinstance(word, Hashable) or word not in words:
+    is_known = isinstance(word, Hashable) and word in words
+    if otherwise and not is_known:
         run.lacks(key, otherwise)
         return {}
-    return {flag: words[word]} if flag else {}
+    return {flag: words[word] if is_known else word} if flag else {}
 
 
 TABLE = {title: [Row.of(row) for row in rows] for title, rows in data("keys.yaml").items()}

@@ -15,14 +15,14 @@ from rl import flags as command_line
 from rl import parts
 from rl.errors import UserError
 from rl.ranges import flag
-from tools.from_verl import programs, supervised, table
+from tools.from_verl import programs, table
 from tools.from_verl.command import Command
 from tools.from_verl.table import NOT_HERE, NOT_NEEDED, OTHER_DEFAULTS, ROWS, ROWS_OF_SFT, TRANSLATED, Row
 from tools.from_verl.verl_run import ASYNC, ONE_STEP_OFF, SFT, SYNC, V1, Run
 
 MODULES = {SYNC: train_sync, ONE_STEP_OFF: train_one_step_off, ASYNC: train_async, SFT: train_sft}
 PROGRAMS = ("ppo", "fully_async_ppo", "one_step_off_ppo")
-CONFIGS = supervised.CONFIGS | {f"{program}{engine}_trainer" for program in PROGRAMS for engine in ("", "_megatron")}
+CONFIGS = {"sft_trainer", "sft_trainer_engine", *(f"{of}{engine}_trainer" for of in PROGRAMS for engine in ("", "_megatron"))}
 PROGRAM_OF = {SYNC: "main_ppo", ONE_STEP_OFF: "one_step_off_policy", ASYNC: "fully_async_policy"}
 LENGTH = "rollout.total_rollout_steps"
 OF_ASYNC = ("async_training.", "async.", LENGTH, V1 + "separate_async.")
@@ -65,7 +65,7 @@ class Translation:
 def translate(command: Command) -> Translation:
     """Raise UserError for a program that is no trainer, and for a run that no script here can do."""
     programs.check(command.module)
-    is_sft = supervised.is_supervised(command)
+    is_sft = is_supervised(command)
     rows = ROWS_OF_SFT if is_sft else ROWS
     engine = command.values.get("engine", "fsdp")
     names = {key: table.name_by_reward(key, engine) if is_sft else key for key in command.values}
@@ -83,8 +83,8 @@ def translate(command: Command) -> Translation:
     wrong = {name: _wrong(row, name, values[name], defaults.get(name)) for row, name in found.values()}
     run = Run(script, {name: value for name, value in values.items() if not wrong[name]}, defaults, newer)
     if is_sft:
-        run.given |= supervised.ranks(command)
-        notes += supervised.unclear_ranks(command)
+        run.given |= ranks_of(command)
+        notes += unclear_ranks(command)
     run.missing |= {name: why for name, why in wrong.items() if why}
     run.notes += [*notes, *command.notes, *_clashes(command, found)]
     flags = _flags(run, rows)
@@ -96,6 +96,25 @@ def translate(command: Command) -> Translation:
     except UserError as error:
         translation.refusal = str(error)
     return translation
+
+
+def is_supervised(command: Command) -> bool:
+    """Return whether the command is one of verl's supervised trainers; its keys decide if it names no program."""
+    if command.module or command.config_name:
+        return "sft_trainer" in command.program
+    own = ("model.", "optim.", "engine.", "data.max_length", "data.messages_key", "data.multiturn.")
+    return any(key.startswith(own) for key in command.values)
+
+
+def ranks_of(command: Command) -> dict[str, object]:
+    """Return the numbers that torchrun is given, under the names of verl's keys."""
+    names = {"nnodes": "trainer.nnodes", "nproc-per-node": "trainer.n_gpus_per_node"}
+    return {names[word]: int(value) for word, value in command.ranks.items() if value.isdigit() and int(value)}
+
+
+def unclear_ranks(command: Command) -> list[str]:
+    found = [f"torchrun's --{word} is {value!r}" for word, value in command.ranks.items() if not value.isdigit()]
+    return [f"{text}: 1 is taken. Is it an argument of the script, which follows its name here?" for text in found]
 
 
 def _gaps(run: Run, flags: dict[str, object]) -> list[str]:
@@ -195,7 +214,7 @@ def _flags(run: Run, rows: list[Row]) -> dict[str, object]:
         is_given = any(names[0] in run.given for names in row.names)
         for name, value in made.items():
             counts = name in of_forks or (name in ours and (is_given or value != ours[name]))
-            if counts and value is not None and not (value is False and ours[name] is False):
+            if counts and value not in (None, []) and not (value is False and ours[name] is False):
                 flags[name] = value
     return flags
 

@@ -59,22 +59,13 @@ NPU = SimpleNamespace(  # what PyTorch asks of torch.npu
     is_initialized=lambda: True,
     is_available=lambda: True,
     _is_in_bad_fork=lambda: False,
-    manual_seed_all=lambda _seed: None,
     device_count=lambda: 1,
-    current_device=lambda: 0,
-    set_device=lambda _index: None,
     current_stream=_Idle,
     stream=_Idle,
-    synchronize=lambda _device=None: None,
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
     get_device_name=lambda _device=None: "fake",
     mem_get_info=lambda _device=None: (2**36, 2**36),
-    memory_allocated=lambda _device=None: 0,
-    memory_reserved=lambda _device=None: 0,
-    max_memory_allocated=lambda _device=None: 0,
-    max_memory_reserved=lambda _device=None: 0,
-    reset_peak_memory_stats=lambda _device=None: None,
-    empty_cache=lambda: None,
+    **dict.fromkeys((*ALLOCATOR_CALLS, "manual_seed_all", "current_device", "set_device", "synchronize"), lambda *_: 0),
 )
 
 
@@ -96,9 +87,8 @@ def start(world_size: int = 1, attention: str = KIND, made: "Callable[[], FakeDe
     _fsdp_init._move_states_to_device = _move_states_to_device
     _setup_privateuseone_for_python_backend(KIND, backend_module=NPU)
     publish.side_stream = lambda device: (made or FakeDevice)()  # the thread that sends has to enter it as well
-    for name in ALLOCATOR_CALLS:
+    for name in (*ALLOCATOR_CALLS, "synchronize"):
         setattr(torch.accelerator, name, lambda *_: 0)
-    torch.accelerator.synchronize = lambda *_: None
     torch.accelerator.current_stream = _Idle
     ranks_dist.broadcast_parts = _same_parts
     torch.distributed.Backend.backend_capability["fake"].append(KIND)

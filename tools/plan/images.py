@@ -5,6 +5,7 @@ decoded.
 """
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,18 +51,13 @@ def prompts_with_images(
 
 def _parsed(size: str | None) -> tuple[int, int, int]:
     """Return (width, height, number) from the words of --image-size. Raise UserError for others."""
-    try:
-        width, height, *number = map(int, (size or "").split("x"))
-        (number,) = number or (1,)
-        if min(width, height, number) < 1:
-            raise ValueError
-        return width, height, number
-    except ValueError:
-        given = f"--image-size {size}: not a size" if size else "the model takes images"
-        raise UserError(
-            f"{given}. Give the size of the images in each prompt: --image-size 1000x800, or 1000x800x2 for two, or "
-            f"--image-size {DATA} for those of --train-files."
-        ) from None
+    if found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", size or ""):
+        return tuple(int(word or 1) for word in found.groups())
+    given = f"--image-size {size}: not a size" if size else "the model takes images"
+    raise UserError(
+        f"{given}. Give the size of the images in each prompt: --image-size 1000x800, or 1000x800x2 for two, or "
+        f"--image-size {DATA} for those of --train-files."
+    )
 
 
 def _of_size(prep: ImagePrep, width: int, height: int, number: int, tokens: int) -> Callable[[int], Prompt]:

@@ -5,7 +5,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from rich.console import Console
@@ -80,10 +80,13 @@ class MemoryPlan:
         return {name: bytes for name, bytes in needs.items() if bytes > 0}
 
 
+def say(what: str | Table) -> None:
+    Console().print(what, highlight=False, soft_wrap=isinstance(what, str))
+
+
 def plan_memory(plan: MemoryPlan) -> None:
     """Print what the run holds on the device and in host memory, whether it fits, and if not, which flags make it fit. Raise
     UserError if it cannot be planned."""
-    say = partial(Console().print, highlight=False, soft_wrap=True)
     show(plan)
     name = plan.device.name
     if not (lacking := plan.lacking()):
@@ -177,8 +180,7 @@ def show(plan: MemoryPlan) -> None:
     for cause in sorted(memory.device | memory.kept, key=lambda cause: -memory.device[cause]):
         table.add_row(cause, *(f"{side[cause] / GB:.2f}" for side in (memory.device, memory.kept)))
     table.add_row("all", f"{memory.peak / GB:.2f}", f"{memory.kept.total() / GB:.2f}", style="bold")
-    console = Console()
-    console.print(table)
+    say(table)
     lines = (
         f"Engine (--gpu-memory-utilization {args.engine.gpu_memory_utilization:g}, --rollout-tp {args.engine.rollout_tp}): "
         f"weights {engine.weights / GB:.1f} GB, room for the keys and values of {engine.tokens:,} tokens: {together:,} "
@@ -189,7 +191,7 @@ def show(plan: MemoryPlan) -> None:
         f"{groups * memory.samples / GB:.1f} GB, {groups:,} groups of {memory.samples / 1e6:.2g} MB.",
         f"A checkpoint: {memory.saved / GB:.1f} GB on disk.",
     )
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    say("\n".join(lines))
 
 
 def node_memory(plan: MemoryPlan) -> int:

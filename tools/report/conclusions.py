@@ -5,40 +5,30 @@ steps. A claim about a difference in learning between groups needs MIN_SEEDS run
 difference in speed one run of each is enough, since every step measures it (tools/report/speed.py).
 """
 
+import json
 import math
 
 import numpy as np
 
-from tools.report import speed, waits
-from tools.report.logs import Log, RunGroup, smoothed
-from tools.report.numbers import (
-    MIN_SEEDS,
-    MIN_STEPS,
-    REWARD,
-    Row,
-    accuracy_at,
-    accuracy_names,
-    count,
-    last,
-    of,
-    spread,
-    too_few_steps,
-)
+from rl.record.validations import COLUMNS, RESPONSES, rows_of
+from tools.report import logs, speed, waits
+from tools.report.logs import Log, Row, RunGroup, count, last, of, smoothed, spread
 
 OF_ALL, A_RANK = "tokens/s of all ranks, median step", "tokens/s a rank, median step"
+ROWS, CHARACTERS = 10, 600  # of a validation's responses; of each of their texts, whose middle is left out
 LEVELS = (0.5, 0.75, 0.9, 1.0)  # fractions of the range of reward that all runs have covered, for the speed-up
 
 
 def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
     """Return the table of groups, header first. It has no column for MFU or waiting if no group recorded it, and tokens/s a
     rank only if a group recorded no others."""
-    smooth = min([smooth, *(shortest for group in groups if (shortest := group.shortest(REWARD)))])
+    smooth = min([smooth, *(shortest for group in groups if (shortest := group.shortest(logs.REWARD)))])
     numbers = {
         "steps": (lambda log: log.steps, ".0f"),
         "seconds of training": (lambda log: log.seconds, ".0f"),
-        f"reward, last {smooth} steps": (of(REWARD, np.mean, smooth), ".3f"),
-        "accuracy, first": (lambda log: accuracy_at(log, 0), ".3f"),
-        "last": (lambda log: accuracy_at(log, -1), ".3f"),
+        f"reward, last {smooth} steps": (of(logs.REWARD, np.mean, smooth), ".3f"),
+        "accuracy, first": (lambda log: logs.accuracy_at(log, 0), ".3f"),
+        "last": (lambda log: logs.accuracy_at(log, -1), ".3f"),
         "seconds a step, median": (speed.STEP.median, ".3g"),
         OF_ALL: (speed.TOKENS.median, ",.0f"),
         "tokens/s of all ranks, all steps": (lambda log: log.tokens_per_second, ",.0f"),
@@ -46,12 +36,11 @@ def overview(groups: list[RunGroup], smooth: int) -> list[list[str]]:
         "MFU": (speed.MFU.median, ".1%"),
     }
     table = {"group": [group.label for group in groups], "runs": [str(len(group.logs)) for group in groups]}
-    table |= {head: [spread(group.each(number), form) for group in groups] for head, (number, form) in numbers.items()}
-    if set(table["MFU"]) == {"-"}:
-        del table["MFU"]
+    for head, (number, form) in (numbers | waits.COLUMNS).items():
+        cells = [spread(group.each(number), form) for group in groups]
+        table |= {} if head in ("MFU", *waits.COLUMNS) and {*cells} == {"-"} else {head: cells}
     if all(a_rank == "-" or of_all != "-" for a_rank, of_all in zip(table[A_RANK], table[OF_ALL], strict=True)):
         del table[A_RANK]
-    table |= waits.columns(groups)
     table["state"] = [", ".join(sorted({log.state for log in group.logs if log.state})) for group in groups]
     return [list(table), *map(list, zip(*table.values(), strict=True))]
 
@@ -63,11 +52,11 @@ def conclude(groups: list[RunGroup]) -> list[Row]:
 
 def learning(group: RunGroup) -> list[Row]:
     """Say whether the reward moved by more than twice the noise of the two means."""
-    if few := too_few_steps(group, REWARD):
+    if few := logs.too_few_steps(group, logs.REWARD):
         return [few]
-    width = min(MIN_STEPS, min(len(log.points(REWARD)) for log in group.logs) // 2)
+    width = min(logs.MIN_STEPS, min(len(log.points(logs.REWARD)) for log in group.logs) // 2)
     first, last = (
-        np.concatenate([log.points(REWARD)[part, 1] for log in group.logs]) for part in (slice(width), slice(-width, None))
+        np.concatenate([log.points(logs.REWARD)[part, 1] for log in group.logs]) for part in (slice(width), slice(-width, None))
     )
     change = last.mean() - first.mean()
     noise = math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
@@ -81,14 +70,14 @@ def learning(group: RunGroup) -> list[Row]:
 
 def accuracy(group: RunGroup) -> list[Row]:
     out = []
-    for name in accuracy_names(group):
+    for name in logs.accuracy_names(group):
         curves = [p[:, 1] for log in group.logs if len(p := log.points(name))]
         first, last = [c[0] for c in curves], [c[-1] for c in curves]
         counts = f"{count(min(map(len, curves)), 'validation')}, {count(len(curves), 'run')}"
         rests = f"{name}: {counts}: {spread(first)} before, {spread(last)} after"
         if min(map(len, curves)) < 2:
             said = "one validation: it cannot show whether the accuracy moved"
-        elif len(curves) < MIN_SEEDS:
+        elif len(curves) < logs.MIN_SEEDS:
             few = ("one run", "two runs")[len(curves) - 1]
             said = f"validation accuracy went from {np.mean(first):.3f} to {np.mean(last):.3f}; {few}: too few for a spread"
         elif min(last) > max(first) or max(last) < min(first):
@@ -101,11 +90,11 @@ def accuracy(group: RunGroup) -> list[Row]:
 
 
 def lengths(group: RunGroup) -> list[Row]:
-    truncated = group.each(of("response_length/clip_ratio", np.mean, MIN_STEPS))
+    truncated = group.each(of("response_length/clip_ratio", np.mean, logs.MIN_STEPS))
     if not truncated or np.mean(truncated) <= 0.1:
         return []
     said = f"{np.mean(truncated):.0%} of the last responses were cut at --max-response-length: their answers are lost"
-    return [(group.label, said, f"response_length/clip_ratio, last {MIN_STEPS} steps: {spread(truncated)}")]
+    return [(group.label, said, f"response_length/clip_ratio, last {logs.MIN_STEPS} steps: {spread(truncated)}")]
 
 
 def mismatch(group: RunGroup) -> list[Row]:
@@ -117,11 +106,9 @@ def mismatch(group: RunGroup) -> list[Row]:
     precise = all(log.flags.get("dtype") == "float32" for log in group.logs)
     if not worst or stale or not precise:
         return []
-    bad = max(worst) > 0.1
-    said = (
-        "generator and learner disagree on a token's probability: something is wrong" if bad else "generator and learner agree"
-    )
-    return [(group.label, f"{said} (fp32, on-policy)", f"{name}: {max(worst):.2g}, where 0.1 is the bound")]
+    said = "disagree on a token's probability: something is wrong" if max(worst) > 0.1 else "agree"
+    rests = f"{name}: {max(worst):.2g}, where 0.1 is the bound"
+    return [(group.label, f"generator and learner {said} (fp32, on-policy)", rests)]
 
 
 def utilization(group: RunGroup) -> list[Row]:
@@ -154,10 +141,10 @@ def between(groups: list[RunGroup]) -> list[Row]:
     beyond every run of the other."""
     base, *others = groups
     out = [row for group in others for row in speed.compared(group, base)]
-    accuracies = [(f"last {name}", last(name)) for name in accuracy_names(base)]
+    accuracies = [(f"last {name}", last(name)) for name in logs.accuracy_names(base)]
     for group in others:
-        steps = min(MIN_STEPS, group.shortest(REWARD), base.shortest(REWARD))  # of each run as many
-        rewards = ("reward of the last steps", of(REWARD, np.mean, steps))
+        steps = min(logs.MIN_STEPS, group.shortest(logs.REWARD), base.shortest(logs.REWARD))  # of each run as many
+        rewards = ("reward of the last steps", of(logs.REWARD, np.mean, steps))
         for what, number in [rewards, *accuracies]:
             theirs = base.each(number)
             if theirs and (ours := group.each(number)):
@@ -168,20 +155,42 @@ def between(groups: list[RunGroup]) -> list[Row]:
     return out
 
 
-def _compared(ours: list[float], base: list[float], logs: list[Log]) -> str:
-    """Return what can be said about a group's rewards or accuracies compared with the first group's. logs: of both groups."""
-    steps = RunGroup("", logs).shortest(REWARD)
-    ends = sorted({log.steps for log in logs})
-    if steps < MIN_STEPS:
+def _compared(ours: list[float], base: list[float], recorded: list[Log]) -> str:
+    """Return what can be said about a group's rewards or accuracies compared with the first group's. recorded: of both."""
+    steps = RunGroup("", recorded).shortest(logs.REWARD)
+    ends = sorted({log.steps for log in recorded})
+    if steps < logs.MIN_STEPS:
         return f": too few steps to compare ({steps})"
     if len(ends) > 1:
         return f": the runs stopped at different steps ({ends[0]} to {ends[-1]}), so their ends do not compare"
-    if min(len(ours), len(base)) < MIN_SEEDS:
-        return f": too few runs to compare; {MIN_SEEDS} of each are the least"
+    if min(len(ours), len(base)) < logs.MIN_SEEDS:
+        return f": too few runs to compare; {logs.MIN_SEEDS} of each are the least"
     if min(ours) > max(base) or max(ours) < min(base):
         ratio = f": {np.mean(ours) / np.mean(base):.2f} times as much" if np.mean(base) > 0 else ""
         return f" {'higher' if min(ours) > max(base) else 'lower'} in every run{ratio}"
     return ": the runs overlap, no difference is shown"
+
+
+# ------------------------------------------------------------------------------------------------------ responses
+
+
+def responses(group: RunGroup) -> tuple[str, list[list[str]]] | None:
+    """Return (heading, table with its header first) of the last validation of the group's first run that recorded responses;
+    None if no run has."""
+    for log in group.logs:
+        run = log.path if log.path.is_dir() else log.path.parent
+        for file in sorted(run.glob(f"{RESPONSES}/step_*.jsonl"), reverse=True):
+            if rows := [row for row in rows_of(file) if {*COLUMNS} <= row.keys()][:ROWS]:
+                heading = f"Validation responses of {group.label}, {log.path.name}, after step {rows[0]['step']}"
+                return heading, [[*COLUMNS], *([_shown(row[name]) for name in COLUMNS] for row in rows)]
+    return None
+
+
+def _shown(value: object) -> str:
+    value = f"{value:.3f}" if isinstance(value, float) else "unscored" if value is None else value
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = text if len(text) <= CHARACTERS else f"{text[: CHARACTERS // 2]} ... {text[-CHARACTERS // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()  # a response may hold half a character
 
 
 # ------------------------------------------------------------------------------------------------------ speed-up
@@ -192,10 +201,10 @@ def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[st
     above; header first. The reward is the mean of `smooth` steps, so that no lucky batch counts."""
     out = [["group", "level of reward", "seconds", f"seconds of {base.label}", "speed-up", "worst to best pair"]]
     for group in (g for g in groups if g is not base):
-        curves = {g.label: [smoothed(log.points(REWARD, "seconds"), smooth) for log in g.logs] for g in (group, base)}
+        curves = {g.label: [smoothed(log.points(logs.REWARD, "seconds"), smooth) for log in g.logs] for g in (group, base)}
         every = [c for of in curves.values() for c in of]
-        if min(map(len, every)) < MIN_STEPS:
-            out.append([group.label, "-", "-", "-", "-", f"too few steps: {smooth + MIN_STEPS - 1} are the least"])
+        if min(map(len, every)) < logs.MIN_STEPS:
+            out.append([group.label, "-", "-", "-", "-", f"too few steps: {smooth + logs.MIN_STEPS - 1} are the least"])
             continue
         low = max(c[0, 1] for c in every)
         high = min(c[:, 1].max() for c in every)
@@ -206,7 +215,7 @@ def speedup(groups: list[RunGroup], base: RunGroup, smooth: int) -> list[list[st
             ours, theirs = ([first_at(c, level) for c in curves[g.label]] for g in (group, base))
             worst, best = min(theirs) / max(ours), max(theirs) / min(ours)
             verdict = "one pair: no spread" if len(ours) == len(theirs) == 1 else f"{worst:.2f} - {best:.2f}"
-            if min(len(ours), len(theirs)) >= MIN_SEEDS and worst <= 1 <= best:
+            if min(len(ours), len(theirs)) >= logs.MIN_SEEDS and worst <= 1 <= best:
                 verdict += ", not distinguishable"
             ratio = np.mean(theirs) / np.mean(ours)
             out.append([group.label, f"{level:.3f}", spread(ours, ".1f"), spread(theirs, ".1f"), f"{ratio:.2f}", verdict])

@@ -6,11 +6,12 @@ Lines that cannot be read are left out and noted.
 
 import json
 import math
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from rl.record import validations
-from tools.report import verl_console
 
 NAMES = {  # of older versions of verl
     "mfu/actor": "perf/mfu/actor",
@@ -20,6 +21,19 @@ NAMES = {  # of older versions of verl
 LARGEST = 1e100  # of a metric: sums and squares of it are finite
 TEST_SCORE = "val/test_score/"  # of versions before 0.3, in front of the data source: its mean score
 CONSOLE = (".log", ".txt", ".out")  # suffixes of the files among which a directory's console logs are searched for
+
+
+COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+STEP = re.compile(r"(?:^|[\s)\]|])step:(\d+) - (\S.*)")
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)|True|False"
+PART = re.compile(rf"(\S(?:.*\S)?):(?:np\.\w+\()?({NUMBER})\)?(?:\s|$)")
+TRUTH = {"True": 1, "False": 0}
+BOUND = re.compile(r"max_required_samples'?:? (\d+)")
+PAUSES = {  # pauses of the generators: verl's message -> name in a row
+    re.compile(r"ShouldPause\].*staleness_samples \d+ >= max_required_samples"): "pauses/bound",
+    re.compile(r"ShouldPause\].*full queue"): "pauses/queue",
+}
+MAX_REQUIRED = "fully_async/count/max_required_samples"
 
 
 def event_files(directory: Path) -> list[Path]:
@@ -35,7 +49,7 @@ def is_run(directory: Path) -> bool:
 def console_logs(directory: Path) -> list[Path]:
     """Return the directory's files that contain steps of verl's console logger."""
     files = [file for file in sorted(directory.iterdir()) if file.suffix in CONSOLE and file.is_file()]
-    return [file for file in files if verl_console.holds_steps(file)]
+    return [file for file in files if holds_steps(file)]
 
 
 def read(path: Path) -> tuple[list[dict], list[str]] | None:
@@ -44,7 +58,7 @@ def read(path: Path) -> tuple[list[dict], list[str]] | None:
     if "tfevents" in file.name:
         rows, notes = read_events([file])
     elif file.exists():
-        rows, notes = verl_console.read(file) if is_console(file) else read_lines(file)
+        rows, notes = read_console(file) if is_console(file) else read_lines(file)
     elif events := event_files(path):
         rows, notes = read_events(events)
     else:
@@ -72,11 +86,65 @@ def read_lines(file: Path) -> tuple[list[dict], list[str]]:
         except ValueError:
             row = {}
         if isinstance(row, dict) and is_number(row.get("step")):
-            rows.append(_flat(row, "data"))
+            metrics = row.pop("data", {})
+            rows.append(row | metrics)
         elif row is not None:
             bad.append(str(number))
     shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")
     return rows, [f"{file.name} line {shown}: cut off or not a record of a step, left out"] if bad else []
+
+
+def holds_steps(file: Path) -> bool:
+    return any(STEP.search(line) for line in _lines(file))
+
+
+def read_console(file: Path) -> tuple[list[dict], list[str]]:
+    """Return (rows, notes) of verl's console output, as saved by `tee`: the lines of its logger, and its rollouter's messages
+    about pauses, which are in the row of the next step.
+
+        (TaskRunner pid=1234) step:12 - actor/grad_norm:np.float64(0.13) - perf/throughput:365.2 - ...
+
+    Colors, a progress bar or a rank's name may precede such a line, and a remark of Ray's may follow it. A step has several
+    lines if verl logs its validation or its weight sync later."""
+    rows: list[dict] = []
+    said: dict[str, float] = {}
+    ends: set[str | None] = set()  # the last metric of each line
+    newest, cut = -1, 0
+    for line in _lines(file):
+        if found := STEP.search(line):
+            step = int(found[1])
+            metrics, whole = _metrics(found[2])
+            last = next(reversed(metrics), None)
+            if line.endswith("\n"):
+                ends.add(last)
+            elif metrics and ends and last not in ends:  # the file ends within this line, so its last number may lack digits
+                metrics.popitem()
+                whole = False
+            cut += not whole
+            rows.append({"step": step, **metrics, **(said if step > newest else {})})
+            said = {} if step > newest else said
+            newest = max(newest, step)
+        elif bound := BOUND.search(line):
+            said[MAX_REQUIRED] = int(bound[1])
+        for pattern, name in PAUSES.items():
+            said |= {name: said.get(name, 0) + 1} if pattern.search(line) else {}
+    notes = [f"{cut} lines of steps are cut off or mixed with others: what cannot be read of them is left out"] if cut else []
+    if not rows:
+        notes.append("no line of verl's console logger (step:1 - critic/score/mean:0.5 - ...) is in it")
+    return rows, notes
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Yield the lines without colors. A progress bar ends its lines with a carriage return, which also ends a line here."""
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            yield COLORS.sub("", line)
+
+
+def _metrics(text: str) -> tuple[dict[str, float], bool]:
+    """Return the metrics of a step's line, and whether all of it could be read."""
+    found = [PART.match(part) for part in text.split(" - ")]
+    return {of[1]: float(TRUTH.get(of[2], of[2])) for of in found if of}, all(found)
 
 
 def read_validations(directory: Path, notes: list[str]) -> list[dict]:
@@ -140,9 +208,3 @@ def merge(raw: list[dict]) -> tuple[dict[float, dict], int]:
 
 def is_number(value) -> bool:
     return isinstance(value, int | float) and abs(value) <= LARGEST  # NaN is not
-
-
-def _flat(row: dict, name: str) -> dict:
-    """Return the row with the metrics nested under that name moved to the top level."""
-    nested = row.get(name)
-    return {**{n: v for n, v in row.items() if n != name}, **nested} if isinstance(nested, dict) else row

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tools.report.logs import Log, RunGroup, is_only_validated, own_seconds
-from tools.report.numbers import MIN_STEPS, STEP_SECONDS, Row, count, digits, times
+from tools.report.logs import MIN_STEPS, STEP_SECONDS, Log, Row, RunGroup, count, digits, is_only_validated, own_seconds, times
 
 RESAMPLES = 2000
 
@@ -23,64 +22,58 @@ def _seconds(row: dict[str, float]) -> float | None:
     return None if is_only_validated(row) else row.get(STEP_SECONDS) or own_seconds(row)
 
 
-def _tokens(row: dict[str, float]) -> tuple[float, float] | None:
-    seconds = row.get(STEP_SECONDS)
-    return (row["perf/total_num_tokens"], seconds) if seconds and row.get("perf/total_num_tokens") else None
+def _tokens(row: dict[str, float]) -> tuple[float | None, float | None]:
+    return row.get("perf/total_num_tokens"), row.get(STEP_SECONDS)
 
 
-def _tokens_of_a_rank(row: dict[str, float]) -> tuple[float, float] | None:
+def _tokens_of_a_rank(row: dict[str, float]) -> tuple[float | None, float | None]:
     seconds = _seconds(row)
-    return (row["perf/throughput"] * seconds, seconds) if seconds and row.get("perf/throughput") else None
-
-
-def _step(row: dict[str, float]) -> tuple[float, float] | None:
-    seconds = _seconds(row)
-    return (seconds, 1.0) if seconds else None
-
-
-def _mfu(row: dict[str, float]) -> tuple[float, float] | None:
-    return (row["perf/mfu/actor"], 1.0) if row.get("perf/mfu/actor") else None  # verl writes 0 for a device it does not know
+    return row.get("perf/throughput", 0.0) * (seconds or 0.0), seconds
 
 
 @dataclass(frozen=True)
 class Quantity:
     name: str
-    measure: Callable[[dict[str, float]], tuple[float, float] | None]  # called with a row
     form: str
     says: str  # with {ours}, {base} and their {ratio}
+    measure: Callable[[dict[str, float]], tuple[float | None, float | None]]  # of a row: numerator, denominator
 
-    def steps(self, log: Log) -> np.ndarray:
-        """Return [n, 2]: (numerator, denominator) at each step."""
-        return np.array([of for row in log.steady if (of := self.measure(row))], dtype=float).reshape(-1, 2)
+    def at(self, row: dict[str, float]) -> tuple[float, float] | None:
+        """Return (numerator, denominator) at a step; None if it was not recorded. verl writes 0 for what it does not know."""
+        found = self.measure(row)
+        return found if all(found) else None
+
+    def steps(self, *logs: Log) -> np.ndarray:
+        """Return [n, 2]: (numerator, denominator) at each step of all logs."""
+        return np.array([at for log in logs for row in log.steady if (at := self.at(row))], dtype=float).reshape(-1, 2)
 
     def recorded(self, log: Log) -> int:
         """Return the number of steps at which it was recorded, including the first of each attempt."""
-        return sum(self.measure(row) is not None for row in log.rows)
+        return sum(self.at(row) is not None for row in log.rows)
 
-    def value(self, log: Log) -> float | None:
-        steps = self.steps(log)
-        return float(steps[:, 0].sum() / steps[:, 1].sum()) if len(steps) else None
+    def value(self, *logs: Log) -> float | None:
+        """Return the value over all steps of all logs."""
+        amount, of = self.steps(*logs).sum(0)
+        return float(amount / of) if of else None
 
     def median(self, log: Log) -> float | None:
         steps = self.steps(log)
         return float(np.median(steps[:, 0] / steps[:, 1])) if len(steps) else None
 
-    def of_all(self, group: RunGroup) -> float:
-        """Return the value over all steps of the group's runs."""
-        amount, of = np.concatenate([self.steps(log) for log in group.logs]).sum(0)
-        return float(amount / of)
-
     def with_quartiles(self, group: RunGroup) -> str:
-        """Return that value as text, with the quartiles of the steps in brackets."""
-        steps = np.concatenate([self.steps(log) for log in group.logs])
+        """Return the group's value as text, with the quartiles of the steps in brackets."""
+        steps = self.steps(*group.logs)
         low, high = (f"{quartile:{self.form}}" for quartile in np.quantile(steps[:, 0] / steps[:, 1], (0.25, 0.75)))
-        return f"{self.of_all(group):{self.form}} ({low} - {high})"
+        return f"{self.value(*group.logs):{self.form}} ({low} - {high})"
 
 
-TOKENS = Quantity("tokens/s of all ranks", _tokens, ",.0f", "{ours} makes {ratio} the tokens/s of {base}")
-A_RANK = Quantity("tokens/s a rank", _tokens_of_a_rank, ",.0f", "a rank of {ours} makes {ratio} the tokens/s of one of {base}")
-STEP = Quantity("seconds a step", _step, ".3g", "a step of {ours} takes {ratio} the seconds of one of {base}")
-MFU = Quantity("MFU of the update", _mfu, ".1%", "the update of {ours} has {ratio} the MFU of that of {base}")
+TOKENS = Quantity("tokens/s of all ranks", ",.0f", "{ours} makes {ratio} the tokens/s of {base}", _tokens)
+A_RANK = Quantity("tokens/s a rank", ",.0f", "a rank of {ours} makes {ratio} the tokens/s of one of {base}", _tokens_of_a_rank)
+STEP = Quantity(
+    "seconds a step", ".3g", "a step of {ours} takes {ratio} the seconds of one of {base}", lambda row: (_seconds(row), 1)
+)
+UPDATE = "the update of {ours} has {ratio} the MFU of that of {base}"
+MFU = Quantity("MFU of the update", ".1%", UPDATE, lambda row: (row.get("perf/mfu/actor"), 1))
 
 
 def compared(ours: RunGroup, base: RunGroup) -> list[Row]:
@@ -103,13 +96,15 @@ def _row(quantity: Quantity, ours: RunGroup, base: RunGroup) -> Row:
 
 def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
     values = [group.each(quantity.value) for group in (ours, base)]
-    ratio = quantity.of_all(ours) / quantity.of_all(base)
+    ratio = quantity.value(*ours.logs) / quantity.value(*base.logs)
     said = quantity.says.format(ours=ours.label, base=base.label, ratio=times(ratio))
     fewest, short = min((quantity.recorded(log), group.label) for group in (ours, base) for log in group.logs)
     if fewest < MIN_STEPS:
         few = f"too few steps to compare {quantity.name}: {short} has {fewest}, where {MIN_STEPS} are the least"
         return f"{few}. In the steps so far {said}"
-    low, high = interval(*([(quantity.steps(log), _period(log)) for log in group.logs] for group in (ours, base)))
+    # the first step after a publish may wait for the samples of all up to the next
+    runs = [[(quantity.steps(log), log.flags.get("publish_every") or 1) for log in group.logs] for group in (ours, base)]
+    low, high = interval(*runs)
     over = f"({digits(low)}-{digits(high)} over steps)"
     several = max(map(len, values)) > 1
     if several and min(values[0]) <= max(values[1]) and min(values[1]) <= max(values[0]):
@@ -122,7 +117,7 @@ def _sentence(quantity: Quantity, ours: RunGroup, base: RunGroup) -> str:
 def _more(quantity: Quantity, ours: RunGroup, base: RunGroup, ratio: float) -> str:
     """Return the end of the sentence: how many tokens the compared steps have, or how many ranks share the tokens."""
     if quantity is STEP and all(len(TOKENS.steps(log)) for log in [*ours.logs, *base.logs]):
-        sizes = [np.mean(np.concatenate([TOKENS.steps(log) for log in group.logs])[:, 0]) for group in (ours, base)]
+        sizes = [np.mean(TOKENS.steps(*group.logs)[:, 0]) for group in (ours, base)]
         return f", with {times(sizes[0] / sizes[1])} the tokens"
     ranks = [_ranks(ours), _ranks(base)]
     if quantity is TOKENS and None not in ranks and ranks[0] != ranks[1]:
@@ -149,14 +144,9 @@ def _resampled(steps: np.ndarray, block: int, random: np.random.Generator) -> np
     return sums[random.integers(0, n, (RESAMPLES, -(-n // block)))].sum(1)
 
 
-def _period(log: Log) -> int:
-    """Return the number of steps from one publish to the next; the first of them may wait for the samples of all."""
-    return log.flags.get("publish_every") or 1
-
-
 def _ranks(group: RunGroup) -> int | None:
     """Return the number of ranks of the whole job, as the tokens/s of all over those of one; None if it was not recorded."""
-    rows = [row for log in group.logs for row in log.steady if _tokens(row) and row.get("perf/throughput")]
+    rows = [row for log in group.logs for row in log.steady if TOKENS.at(row) and row.get("perf/throughput")]
     return round(np.median([row["tokens/s"] / row["perf/throughput"] for row in rows])) if rows else None
 
 

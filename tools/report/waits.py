@@ -4,11 +4,18 @@ from collections import Counter
 
 import numpy as np
 
-from tools.report.logs import RunGroup
-from tools.report.numbers import HELD, IDLE, Row, count, last, of, share, spread, too_few_steps
-from tools.report.verl_console import MAX_REQUIRED, PAUSES
+from tools.report.logs import HELD, IDLE, Row, RunGroup, count, last, of, share, spread, too_few_steps
+from tools.report.readers import MAX_REQUIRED, PAUSES
 
 MEAN_AGE, OLDEST = of("staleness/mean", np.mean), of("staleness/max", np.max)
+COLUMNS = {  # of the table of groups
+    "learners wait": (share(IDLE["learner"]), ".0%"),
+    "generators wait": (share(IDLE["generator"]), ".0%"),
+    "held by the staleness bound": (share(HELD), ".0%"),
+    "age of tokens, versions": (MEAN_AGE, ".2f"),
+    "oldest": (OLDEST, ".0f"),
+    "staleness bound, samples": (last(MAX_REQUIRED), ".0f"),
+}
 BALANCED, OVERLAPPING = 0.1, 0.2  # idle shares: neither side waits longer than the one; both wait longer than the other
 
 
@@ -79,7 +86,8 @@ def reasons(group: RunGroup) -> list[Row]:
     """Say why the generators waited: because of the staleness bound, or for another reason."""
     idle, held = (group.each(share(name)) for name in (IDLE["generator"], HELD))
     paused = [sum(row.get(name, 0) for log in group.logs for row in log.rows) for name in PAUSES.values()]
-    bound = f"the staleness bound{_of_samples(group)}"
+    samples = group.each(last(MAX_REQUIRED))
+    bound = "the staleness bound" + (f" of {samples[0]:.0f} samples" if samples else "")
     if held and not too_few_steps(group, IDLE["learner"]):
         rest = np.mean(idle) - np.mean(held)
         sentence = f"{bound} held the generators for {np.mean(held):.0%} of the time"
@@ -103,22 +111,3 @@ def ages(group: RunGroup) -> list[Row]:
         return []
     sentence = f"a trained token was {np.mean(mean):.2f} versions of the weights old on average, the oldest {max(oldest):.0f}"
     return [(group.label, sentence, f"staleness/mean {spread(mean, '.2f')}, staleness/max {spread(oldest, '.0f')}")]
-
-
-def columns(groups: list[RunGroup]) -> dict[str, list[str]]:
-    """Return columns for the table of groups, without those that no group recorded."""
-    numbers = {
-        "learners wait": (share(IDLE["learner"]), ".0%"),
-        "generators wait": (share(IDLE["generator"]), ".0%"),
-        "held by the staleness bound": (share(HELD), ".0%"),
-        "age of tokens, versions": (MEAN_AGE, ".2f"),
-        "oldest": (OLDEST, ".0f"),
-        "staleness bound, samples": (last(MAX_REQUIRED), ".0f"),
-    }
-    out = {head: [spread(group.each(number), form) for group in groups] for head, (number, form) in numbers.items()}
-    return {head: cells for head, cells in out.items() if set(cells) != {"-"}}
-
-
-def _of_samples(group: RunGroup) -> str:
-    bounds = group.each(last(MAX_REQUIRED))
-    return f" of {bounds[0]:.0f} samples" if bounds else ""
