@@ -137,11 +137,16 @@ class Environments:
 
     def poll(self, wait: float = 0.0) -> list[tuple[Hashable, dict]]:
         """Return (key, answer) for each answer since the last call; wait up to `wait` seconds for one. An answer with "event"
-        and "message" ends the episode."""
+        and "message" ends the episode. If the process has ended, so have all episodes, and another one starts."""
         try:
             return [found for answer in self._server.receive(wait) if (found := self._of(answer))]
         except EOFError:
-            return self._lost()
+            self._server.close()
+            lost = [*self._numbers]
+            self._numbers, self._keys = {}, {}
+            self._start()
+            message = "the environment: the process in which it ran was ended"
+            return [(key, {"event": "died", "message": message}) for key in lost]
 
     def _of(self, answer: dict) -> tuple[Hashable, dict] | None:
         """Return the key and the answer; None for an episode that was ended meanwhile. Raise UserError if a tape ends."""
@@ -155,11 +160,3 @@ class Environments:
             answer["message"] = one_line(f"the environment: {message}")
             self.end(key)
         return key, answer
-
-    def _lost(self) -> list[tuple[Hashable, dict]]:
-        """Start another process, because the last one has ended, and all episodes with it. Return their events."""
-        self._server.close()
-        lost = [*self._numbers]
-        self._numbers, self._keys = {}, {}
-        self._start()
-        return [(key, {"event": "died", "message": "the environment: the process in which it ran was ended"}) for key in lost]

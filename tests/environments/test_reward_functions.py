@@ -31,7 +31,6 @@ class Dice:
         self.sides = random.choice([6, 8])
 
     def reset(self, **kwargs) -> str:
-        self.kwargs = kwargs
         self.total = 0
         return f" Start: {random.random()} {np.random.rand()} {self.sides}"
 
@@ -122,9 +121,6 @@ def of_state(environments, trainer_state, **kwargs):
 
 def main():
     class Nested:
-        pass
-
-    def nested_reward(environments, **kwargs):
         pass
 
 

@@ -135,39 +135,6 @@ def test_what_a_command_lacks_is_said_before_it(text, gaps):
         assert line.startswith("#   ") and gap in line
 
 
-# ------------------------------------------------------------------------------------- adapters, teachers, models that score
-
-
-@pytest.mark.parametrize(
-    ("words", "target"),
-    [
-        ("", ("all-linear",)),
-        ("lora.target_modules=[linear_qkv,linear_proj]", ("q_proj", "k_proj", "v_proj", "o_proj")),
-        ("lora.target_modules=[linear_fc2] lora.merge=True", ("down_proj",)),
-        ("lora.type=canonical_lora lora.target_modules=[linear_q,linear_fc1_up]", ("q_proj", "up_proj")),
-    ],
-)
-def test_adapters_of_megatron(words, target):
-    of = "actor_rollout_ref.model."
-    text = " ".join(of + word for word in f"lora.rank=64 {words}".split())
-    found = translate.translate(read_script(f"{GIVEN} {text} actor_rollout_ref.actor.optim.lr=3e-5"))
-    args = translate.parse(found)
-    assert (args.learner.lora_rank, args.learner.lora_alpha, args.learner.lora_target) == (64, 32, target) and not found.refusal
-    assert {kind for kind, _ in found.verdicts.values()} <= {table.TRANSLATED, table.NOT_NEEDED}
-
-
-TEACHER = "distillation.enabled=True distillation.distillation_loss.use_task_rewards=False "
-
-
-def test_one_teacher_of_any_name():
-    text = "+distillation.teacher_models.gsm8k.key=openai/gsm8k +distillation.teacher_models.gsm8k.model_path=a/b "
-    text += "distillation.teacher_models.gsm8k.num_replicas=1 distillation.teacher_models.gsm8k.inference.name=vllm"
-    found = translate.translate(read_script(f"{GIVEN} {TEACHER} {text}"))
-    args = translate.parse(found)
-    assert (args.teacher.teacher, args.teacher.teacher_alone) == ("a/b", True) and not found.refusal
-    assert {kind for kind, _ in found.verdicts.values()} == {table.TRANSLATED, table.NOT_NEEDED}
-
-
 @pytest.mark.parametrize(
     ("prompts", "ranks", "shared", "waits"), [(16, 16, 1, 0), (16, 64, 4, 0), (4, 8, 1, 4), (8, 128, 4, 24), (1, 2, 2, 0)]
 )

@@ -36,38 +36,8 @@ ATTACKS = [
     "javascript:document.title='hacked'",
 ]
 
-SCRIPT = "document.title='hacked'"
-FORMS = [
-    *(
-        f"<{tag} {event}={SCRIPT}>"
-        for tag in ("img src=x", "body", "svg", "div autofocus tabindex=0")
-        for event in ("onerror", "onload")
-    ),
-    *(f'<{tag} src=x onerror="{SCRIPT}" autoplay></{tag}>' for tag in ("video", "audio", "iframe", "embed", "object", "input")),
-    *(
-        f"{end}<script>{SCRIPT}</script>"
-        for end in ("", "-->", "]]>", "</title>", "</style>", "</textarea>", "</noscript>", "</template>")
-    ),
-    *(
-        f"{end}<img src=x onerror={SCRIPT}>"
-        for end in ('"', "'", "`", '">', "'>", "/>", "</td>", "\u2028", "\u2029", "\u202e", "\u200f", "\ufeff")
-    ),
-    *(
-        f'<a href="{scheme}{SCRIPT}">x</a>'
-        for scheme in ("javascript:", "JaVaScRiPt:", "java\tscript:", "\x01javascript:", "vbscript:")
-    ),
-    *(f"{quote};{SCRIPT}//" for quote in ('"', "'", "`", "\\", "})", "*/")),
-    *(f"<svg><{tag} onbegin={SCRIPT} attributeName=x dur=1s>" for tag in ("animate", "set", "animateTransform")),
-    f"<svg><script>{SCRIPT}</script></svg>",
-    f"<math><mtext></mtext><script>{SCRIPT}</script></math>",
-    f"<style>@import 'javascript:{SCRIPT}'; * {{ background: url(\"javascript:{SCRIPT}\"); }}</style>",
-    f"<style>body {{ display: none }}</style><link rel=stylesheet href=data:text/css,x onload={SCRIPT}>",
-    f'<meta http-equiv=refresh content="0;url=javascript:{SCRIPT}">',
-    f'<base href="javascript:{SCRIPT}//"><iframe srcdoc="<script>parent.{SCRIPT}</script>">',
-    f'<a href="data:text/html;base64,{base64.b64encode(f"<script>{SCRIPT}</script>".encode()).decode()}">x</a>',
-    f"${{{SCRIPT}}}{{{{constructor.constructor('{SCRIPT}')()}}}}<%={SCRIPT}%>",
-    f"<!--<script>--><!--><script>{SCRIPT}</script>",
-]
+# markup that would run a script, a line each
+FORMS = list(map(json.loads, (ROOT / "tests" / "fixtures" / "markup.jsonl").read_text().splitlines()))
 ENCODINGS = [
     str,
     html.escape,
@@ -116,18 +86,11 @@ def run(tmp_path, monkeypatch):
                 if number == 1:
                     response.token_ids[: len(ATTACKS)] = 1000 + np.arange(len(ATTACKS))
         recorder.write(step, groups)
-        rows = [
-            {
-                "ticket": group.ticket,
-                "epoch": step - 1,
-                "index": i,
-                "source": group.data_source,
-                "where": f"{ATTACKS[0]} row {i}",
-                "prompt": f"{ATTACKS[2]} {i}",
-            }
-            | {"ground_truth": ATTACKS[1], "scores": [r.score for r in group.responses], "lengths": [9, 6, 4]}
-            for i, group in enumerate(groups)
-        ]
+        rows = []
+        for i, group in enumerate(groups):
+            row = {"ticket": group.ticket, "epoch": step - 1, "index": i, "source": group.data_source, "lengths": [9, 6, 4]}
+            row |= {"where": f"{ATTACKS[0]} row {i}", "prompt": f"{ATTACKS[2]} {i}", "ground_truth": ATTACKS[1]}
+            rows.append(row | {"scores": [r.score for r in group.responses]})
         groups_file.write(json.dumps({"step": step, "groups": rows}) + "\n")
         metrics.write(json.dumps({"step": step, "critic/score/mean": 0.25 * step, "actor/grad_norm": None}) + "\n")
     groups_file.close()
@@ -145,21 +108,15 @@ def test_a_row_is_what_was_recorded(run):
     assert [row["step"] for row in rows] == [1] * 6 + [2] * 6 + [3] * 6
     groups = [(group, response) for step in (1, 2, 3) for group in samples.groups(step) for response in group.responses]
     for row, (group, response) in zip(rows, groups, strict=True):
-        assert (row["ticket"], row["source"], row["score"], row["error"]) == (
-            group.ticket,
-            group.data_source,
-            response.score,
-            response.error,
-        )
+        own = {"ticket": group.ticket, "source": group.data_source, "score": response.score, "error": response.error}
+        assert {name: row[name] for name in own} == own
         assert row["prompt"] == Letters().decode(group.prompt_ids) and row["response"] == Letters().decode(response.token_ids)
         assert "".join(text for _, text in row["parts"]) == row["response"]
         by_policy = "".join(text for who, text in row["parts"] if who == "policy")
         mask = slice(None) if response.mask is None else response.mask
         assert by_policy == Letters().decode(response.token_ids[mask])
-        assert row["tokens"] == len(response.token_ids) and row["versions"] == [
-            response.versions.min(),
-            response.versions.max(),
-        ]
+        versions = [response.versions.min(), response.versions.max()]
+        assert row["tokens"] == len(response.token_ids) and row["versions"] == versions
         assert json.loads(json.dumps(row)) == row
     assert [row["step"] for row in read(run, [2])] == [2] * 6
     with pytest.raises(UserError, match="is no run that recorded its samples"):
@@ -193,9 +150,8 @@ def test_the_texts_of_a_real_tokenizer_join_to_the_whole(run, demo_model):
 def test_the_answers_are_what_the_groups_say(run):
     answers = Answers([run])
     (of_run,) = answers("runs")
-    assert (
-        of_run["curves"]["critic/score/mean"] == [[1, 0.25], [2, 0.5], [3, 0.75]] and "actor/grad_norm" not in of_run["curves"]
-    )
+    assert of_run["curves"]["critic/score/mean"] == [[1, 0.25], [2, 0.5], [3, 0.75]]
+    assert "actor/grad_norm" not in of_run["curves"]
     groups = {step: answers(f"0/step/{step}")[0]["rows"] for step in (1, 2, 3)}
     assert [group["change"] for group in groups[1]] == [None, None] and [group["visits"] for group in groups[3]] == [3, 3]
     for i in (0, 1):
@@ -219,18 +175,8 @@ def test_the_answers_are_what_the_groups_say(run):
         assert row["columns"]["log-prob"] == pytest.approx(response.log_probs, abs=1e-4)
         assert "".join(row["pieces"]) == row["response"]
     known = [score for score in (row["score"] for row in group["responses"]) if score is not None]
-    assert (
-        group["advantages"][:2] == pytest.approx([score - np.mean(known) for score in known]) and group["advantages"][2] is None
-    )
-    for path in (
-        "0/step/2/99",
-        "7/step/1",
-        "nothing",
-        "0/step",
-        "0/step/x",
-        "0/__class__",
-        "0/step/2/21/0",
-    ):
+    assert group["advantages"] == [*(pytest.approx(score - np.mean(known)) for score in known), None]
+    for path in ["0/step/2/99", "7/step/1", "nothing", "0/step", "0/step/x", "0/__class__", "0/step/2/21/0"]:
         with pytest.raises(UserError, match="no answer to"):
             answers(path)
 
@@ -240,15 +186,9 @@ def test_repetition_and_strange_characters_are_measured():
     once, again = "one two three four five", "no no no no no no no no"
     assert texts.measures(again * 20, "")["compressed"] < 0.2 < 1 < texts.measures(once, "")["compressed"]
     mixed = "naïve да 中文 \ufffd\u202e\x00 😀\n"
-    assert texts.measures(mixed, "How?")["strange"] == {
-        "LATIN": 1,
-        "CYRILLIC": 2,
-        "CJK": 2,
-        "broken": 1,
-        "control": 2,
-        "symbol": 1,
-    }
-    assert texts.measures(mixed, "это 日 é")["strange"] == {"broken": 1, "control": 2, "symbol": 1}
+    known = {"broken": 1, "control": 2, "symbol": 1}
+    assert texts.measures(mixed, "How?")["strange"] == {"LATIN": 1, "CYRILLIC": 2, "CJK": 2} | known
+    assert texts.measures(mixed, "это 日 é")["strange"] == known
 
 
 def test_phrases_that_spread_come_with_scores():
@@ -305,19 +245,15 @@ def test_images_of_a_prompt_are_those_of_its_row(run, tmp_path, monkeypatch):
     (first, second) = pictures.of_row(f"{file} row 2", flags)
     shown = images.to_rgb(base64.b64decode(first.removeprefix("data:image/png;base64,")))
     assert first == second and shown.shape == (3, pictures.MOST, 3) and (shown == (255, 0, 0)).all()
-    for where, why in (
-        (f"{file} row 9", "cannot be read"),
-        (f"{tmp_path}/other.parquet row 0", "is not here"),
-        ("", "is not here"),
-    ):
+    refused = {f"{file} row 9": "cannot be read", f"{tmp_path}/other.parquet row 0": "is not here", "": "is not here"}
+    for where, why in refused.items():
         with pytest.raises(UserError, match=why):
             pictures.of_row(where, flags)
     samples = Samples(run)
     ours = [np.frombuffer(data.getvalue(), np.uint8)]
     group = samples.groups(1)[0]
-    shown = replace(
-        group, images="a digest", image_files=ours, responses=[replace(r, images=ours * 2) for r in group.responses]
-    )
+    responses = [replace(r, images=ours * 2) for r in group.responses]
+    shown = replace(group, images="a digest", image_files=ours, responses=responses)
     with monkeypatch.context() as patch:
         patch.setattr(Samples, "_groups", lambda *_: [Group.from_bytes(shown.to_bytes())])
         found = Answers([run])("0/step/1/10")

@@ -56,11 +56,6 @@ class Running:
         return (*self.request.prompt_ids, *self.token_ids[:-1])
 
     @property
-    def key(self) -> tuple:
-        """A key that is equal for requests with the same keys and values: equal tokens may have different images."""
-        return (self.request.images.digest if self.request.images else None, *self.in_kv)
-
-    @property
     def ahead(self) -> int:
         """A token's rotary position minus its place in the sequence: an image takes fewer positions than tokens."""
         images = self.request.images
@@ -232,8 +227,9 @@ class TransformersEngine:
             row = Running.of(self.waiting[0])
             if leaders and bool(row.token_ids) != bool(self.running[first].token_ids):
                 break
-            key = row.key
-            length = len(row.in_kv)
+            needed = row.in_kv
+            key = (row.request.images and row.request.images.digest, *needed)  # equal tokens may have different images
+            length = len(needed)
             if key not in sequences:
                 if leaders and tokens + length > self.max_num_batched_tokens:
                     break
