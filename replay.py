@@ -30,7 +30,6 @@ import torch
 from rl import flags, parts
 from rl.checkpoint import resume
 from rl.checkpoint.files import checkpoints, step_of
-from rl.class_check import check_class
 from rl.data.args import DataArgs
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
@@ -107,7 +106,7 @@ def read(words: Sequence[str]) -> Replay:
             f"the recorded script cannot be imported ({error}): the code in rl/ has changed. Check out the version that "
             "recorded, or give today's script with --script."
         ) from error
-    check_class(script.Args)
+    parts.check_class(script.Args)
     leaves = parts.leaves(script.Args)
     recorded = start["flags"]
     was = {name: recorded.get(name, leaf.default) for name, leaf in leaves.items()}
@@ -205,7 +204,7 @@ def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     job = set_up(args if validates else parts.replace(args, test_freq=0), script.__file__)
     if validates and not job.val_prompts:
         raise UserError("--without compares validations, and the run has none (--test-freq 0).")
-    resume.check_number(start["contents"], job.prompts, replay.record.directory)
+    resume.check_number(start, len(job.prompts), replay.record.directory)
     total_steps = job.total_steps if LENGTH & {*replay.changed} else start["total_steps"]
     learner = make_learner(args, replace(job, total_steps=total_steps), ranks)
     if replay.checkpoint:

@@ -161,7 +161,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "images": "rl/images.py rl/data/image_prompts.py rl/learning/batch_images.py rl/model/vision_forward.py",
             "mixtures of experts": "rl/model/{router,grouped_experts,expert_parallel}.py",
             "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
-            "LoRA": "rl/adapters/*",
+            "LoRA": "rl/learning/adapters.py",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
             "reward functions of your own": "rl/rewards/*",
@@ -171,9 +171,9 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
     (
         "before, after and around the steps",
         {
-            "the command line": "rl/{flags,flags_help,parts,ranges,class_check,errors,printable}.py rl/algorithm/*",
+            "the command line": "rl/{flags,flags_help,parts,ranges,errors,printable}.py rl/algorithm/*",
             "data": "rl/data/*",
-            "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub/*",
+            "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub.py",
             "checkpoints": "rl/checkpoint/*",
             "what a run writes down": "rl/record/* rl/masking.py",
             "how processes start, fail and end": "rl/ranks/* rl/*",
@@ -197,7 +197,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
 
 
 def spelled_out(patterns: str) -> set[Path]:
-    """Return the files of patterns such as "rl/data/{images,tools}.py rl/hub/*". Raise ValueError for one without a file."""
+    """Return the files of patterns such as "rl/data/{images,tools}.py rl/hub.py". Raise ValueError for one without a file."""
     found = set()
     for pattern in patterns.split():
         before, brace, rest = pattern.partition("{")

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import tyro
 
 from rl import parts
-from rl.class_check import check_class
 from rl.errors import UserError
 from rl.ranges import check, flag
 from rl.ranks import launch, process
@@ -47,7 +46,7 @@ def read(
 ) -> Flags:
     """Parse a command line like `parse`, but raise UserError. args: the command line, by default this process's. defaults:
     values of flags that replace the class's defaults."""
-    check_class(flags)
+    parts.check_class(flags)
     words = _spell_out_booleans(flags, _hyphenated(sys.argv[1:] if args is None else args))
     if {"-h", "--help", "--help-all"} & {*words}:
         from rl import flags_help  # late: a run needs none

@@ -6,8 +6,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    r"""Return the text with control characters escaped, as in \x1b, since a terminal would obey them. keep: characters to
-    leave."""
+    r"""Return the text with control characters escaped, as in \x1b: a terminal would obey them. keep: those to leave."""
     return CONTROL.sub(lambda found: found[0] if found[0] in keep else escaped(found[0]), text)
 
 
@@ -17,8 +16,7 @@ def one_line(text: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """Return the text for a cell of a table in Markdown: on one line, escaped so that neither Markdown nor a terminal changes
-    it."""
+    """Return the text for a cell of a Markdown table: on one line, escaped for Markdown and for terminals."""
     text = re.sub(r"([\\`*_\[\]|~$<>&])", r"\\\1", text)
     text = re.sub(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]", "<br>", text)
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: "\\" + escaped(match[0]), text)

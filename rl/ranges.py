@@ -103,8 +103,7 @@ def check(args) -> None:
 
 
 def check_name(name: str, given: str, nested: bool = False) -> None:
-    """Raise UserError unless the flag's value is a plain name, which stays below its directory. nested: whether it
-    may have parts, such as group/run."""
+    """Raise UserError unless the flag's value is a plain name. nested: whether it may have parts, such as group/run."""
     check_path(name, given)
     for part in given.split("/"):
         wrong = "is empty" if not part else f"is {part}" if part in (".", "..") else ""
@@ -116,8 +115,7 @@ def check_name(name: str, given: str, nested: bool = False) -> None:
 
 
 def check_path(name: str, given: str) -> None:
-    """Raise UserError for a directory's path that has characters that cannot be printed, such as a line's end, or that no file
-    system takes."""
+    """Raise UserError for a path that has characters that cannot be printed, or that no file system takes."""
     if wrong := next((character for character in given if not character.isprintable()), ""):
         raise UserError(f"{name} {given[:60]!a}: a name has no character such as {wrong!a}. Leave it out.")
     try:

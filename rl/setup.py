@@ -138,16 +138,6 @@ class CommonArgs(RunArgs):
         """Tokens of the longest prompt, and of the longest response."""
         return self.data.max_prompt_length, self.sampling.max_response_length
 
-    @property
-    def graders(self) -> str:
-        """The flags of what scores responses, with their values."""
-        own = [self.reward.own_reward] if self.reward.own_reward else []
-        if self.environment.has_environment:
-            from rl.environments.named import environment_flag
-
-            own.append(" ".join(environment_flag(self.environment)))
-        return " and ".join(own) or "the built-in verifiers"
-
     def check(self) -> None:
         """Raise UserError for flags of different groups that contradict each other."""
         check_kind(self, BatchSchedule, "training by reward")
@@ -172,8 +162,7 @@ class CommonArgs(RunArgs):
 
 
 def set_up(args: CommonArgs, file: str) -> Job:
-    """Seed torch, and read the data and the model without its weights. Raise UserError if they cannot be used. file: the
-    script's path."""
+    """Seed torch; read data, and the model without weights. Raise UserError if they cannot be used. file: the script."""
     torch.manual_seed(args.seed)
     model = CALCULATOR if args.environment.env == CALCULATOR and args.model == RunArgs.model else args.model
     path, config, tokenizer = read_model(model, args)
@@ -233,8 +222,7 @@ def set_up(args: CommonArgs, file: str) -> Job:
 
 
 def values_of_the_demo(args: CommonArgs, words: Sequence[str]) -> list[str]:
-    """Return a sentence if other data than the demo's would be trained on with values that suit the demo alone, because the
-    command line has no others."""
+    """Return a sentence if other data than the demo's would be trained on with default values that suit the demo alone."""
     if args.data.train_files == DataArgs.train_files or args.val_only:
         return []
     fit = {"max_response_length": args.sampling.max_response_length}
@@ -261,7 +249,7 @@ def read_model(model: str, args) -> tuple[str, PretrainedConfig, PreTrainedToken
         tokenizer = with_defaults(tokenizer, args.chat_template_args, args.system_prompt)
     check_model(path, tokenizer, args)
     if args.learner.adapted:
-        from rl.adapters.lora import check_model as check_adapters
+        from rl.learning.adapters import check_model as check_adapters
 
         check_adapters(empty_model(config, args.trust_remote_code), args.learner, f"--model {path}")
     return path, config, tokenizer

@@ -55,7 +55,7 @@ def init_split(generators: int, hang_timeout: float = 0) -> Split:
     size = _count(nodes, f"{role}s")
     check_own(store, alike, here.rank, own_device, role)
     own_store = dist.PrefixStore(role, store)
-    dist.init_process_group(device.backend(own_device), store=own_store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(device.BACKENDS[own_device.type], store=own_store, rank=rank, world_size=size, timeout=timeout)
     sender_of = senders(nodes)
     bridge = Bridge.of(sender_of, nodes, number, here.local_rank, store, own_device, timeout)
     return Split(

@@ -83,7 +83,8 @@ class SplitRun(TrainingRun):
         return super()._save_last(step)
 
     def _snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        state, *_ = super()._snapshot(step)
         self.samples.ask(step)  # the generators answer while the weights are copied
         self.saver.copy()
-        state, groups, unfinished = self.samples.snapshot(step)
-        return {"samples": state}, groups, unfinished
+        own, groups, unfinished = self.samples.snapshot(step)
+        return state | {"samples": own}, groups, unfinished

@@ -85,8 +85,7 @@ class SupervisedArgs(RunArgs):
 
 
 def set_up(args: SupervisedArgs, file: str) -> Job:
-    """Read the files that the flags name, except the weights, and seed torch. file: the script's. Raise UserError for files
-    that cannot be used."""
+    """Seed torch; read data, and the model without weights. Raise UserError if they cannot be used. file: the script."""
     torch.manual_seed(args.seed)
     path, config, tokenizer = read_model(args.model, args)
     if takes_images(config):
@@ -128,12 +127,11 @@ class SupervisedRun(LearnerRun):
 def to_groups(rows: Sequence, indices: Mapping[int, int]) -> list[Group]:
     """Convert rows of rl.data.demonstrations.Demonstrations to groups, which a learner takes: all tokens before the first
     trained one are the prompt. indices: ticket -> row."""
-    return [_to_group(ticket, rows, index) for ticket, index in indices.items()]
-
-
-def _to_group(ticket: int, rows: Sequence, index: int) -> Group:
-    ids, trained = rows[index]
-    first = int(trained.argmax())
-    unknown = np.zeros(len(ids) - first, np.int32)
-    response = Response(ids[first:], unknown.astype(np.float32), unknown, "stop", mask=trained[first:])
-    return Group(ticket, ids[:first], "sft", [response])
+    groups = []
+    for ticket, index in indices.items():
+        ids, trained = rows[index]
+        first = int(trained.argmax())
+        unknown = np.zeros(len(ids) - first, np.int32)
+        response = Response(ids[first:], unknown.astype(np.float32), unknown, "stop", mask=trained[first:])
+        groups.append(Group(ticket, ids[:first], "sft", [response]))
+    return groups

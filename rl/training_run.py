@@ -6,7 +6,8 @@ Each part of the script's state that a checkpoint holds has `state()`, which ret
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from rl.algorithm.metrics import (
     rollout_metrics,
     validation_metrics,
 )
-from rl.checkpoint.files import Resumed
+from rl.background import in_background
+from rl.checkpoint.files import Resumed, identity_of
 from rl.checkpoint.saver import Saver
 from rl.data.job import Job
 from rl.errors import Stopped, UserError
@@ -30,7 +32,6 @@ from rl.learning.learner import Learner
 from rl.ranks import dist, launch, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
-from rl.record.identity import Identity
 from rl.record.run import Run
 from rl.rewards.score import OUT, ScoringEvents, event_of
 from rl.rewards.verifiers import unasked
@@ -50,7 +51,7 @@ class LearnerRun:
         state the learner already has, in a run that does not restore it here. Raise UserError if the run cannot resume. A
         collective of the learners."""
         self.args, self.job, self.learner, self.num_ranks = args, job, learner, num_ranks
-        self._identity = Identity(args, job.script, job.path, job.prompts)
+        self._identity = identity_of(args, job.script, job.path, job.prompts) if learner.ranks.is_main else None
         resumed = Resumed()
         may_exist = launch.restarts() or args.log.experiment_name or args.checkpoint.resume_mode not in ("auto", "disable")
         if may_exist and not args.val_only:
@@ -59,23 +60,16 @@ class LearnerRun:
             resumed = resume(args, self._identity, learner, job.total_steps)
         self.done = resumed.step or after  # the last step trained before
         self._restore(resumed)
-        self.record = self._open_record(resumed)
+        self.record = Run(args, job, dist.describe_hardware(), learner.ranks.is_main, resumed.origin)
+        if learner.adapters:
+            self.record.say(learner.adapters.in_words(learner.policy.model))
+        if job.teacher_prompts:
+            self.record.say(job.teacher_prompts.in_words())
         self.timer = self.record.timer
-        self.saver = Saver(args, self.record, self._identity, learner, job.tokenizer, resumed.origin, job.prompts.prep)
+        self.saver = Saver(args, job, self.record, self._identity, learner, resumed.origin)
 
     def _restore(self, resumed: Resumed) -> None:
         """Restore what a run has besides its learner."""
-
-    def _open_record(self, resumed: Resumed) -> Run:
-        """Open the run's directory, loggers and console, print its first lines, and return it."""
-        job, learner = self.job, self.learner
-        hardware = dist.describe_hardware()
-        record = Run(self.args, hardware, job.total_steps, learner.ranks.is_main, job.script, resumed.origin, job.notes)
-        if learner.adapters:
-            record.say(learner.adapters.in_words(learner.policy.model))
-        if job.teacher_prompts:
-            record.say(job.teacher_prompts.in_words())
-        return record
 
     def steps(self) -> range:
         """Return the remaining steps to train. From now on a stop waits for the end of a step."""
@@ -98,8 +92,7 @@ class LearnerRun:
             self._save(step)
 
     def stop_if_asked(self, step: int) -> None:
-        """If a rank has received SIGTERM, save a checkpoint of that step, the last one trained, and raise Stopped.
-        Collective."""
+        """If a rank has received SIGTERM, save that step, the last one trained, and raise Stopped. A collective."""
         if not dist.stopping():
             return
         checkpoint = self._save_last(step)
@@ -114,8 +107,7 @@ class LearnerRun:
         return checkpoint
 
     def _save_last(self, step: int) -> Path | None:
-        """Save the step, the last one of this start, unless it is saved already. Return the checkpoint; None if nothing was
-        trained. A collective."""
+        """Save the last step, unless it is saved. Return the checkpoint; None if nothing was trained. A collective."""
         if step > self.saver.step:
             self._save(step)
         return self.saver.finish(step) if step else None
@@ -126,13 +118,15 @@ class LearnerRun:
 
     def _save(self, step: int) -> None:
         with self.timer("save_checkpoint"):
-            self.saver.save(step, {})
+            self.saver.save(step, *self._snapshot(step))
+
+    def _snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
+        """Return what a checkpoint holds besides the learner: (state, groups that wait to be trained, groups under way)."""
+        return {}, [], []
 
 
 class TrainingRun(LearnerRun):
     """A run that trains on samples, which its ranks generate, or which have been recorded."""
-
-    samples: Any = None  # those that come from generators
 
     def __init__(
         self,
@@ -145,12 +139,11 @@ class TrainingRun(LearnerRun):
         **parts: Any,
     ):
         """Also restore the samples and the parts. generator: this rank's, if it learns and generates in turns."""
-        self.generator, self.parts = generator, parts
+        self.generator = generator
         if job.environments and not generator:  # only generators use them
             job.environments.close()
         self._events = ScoringEvents()
-        if self.samples or generator:
-            self.parts["events"] = self._events
+        self.parts = parts | {"events": self._events}
         self._texts: dict[str, float] = {}  # metrics of the newest batch
         self._unscored = 0  # groups of the newest steps that have no score, if a step has none at all
         super().__init__(args, job, learner, num_ranks, after)
@@ -162,12 +155,11 @@ class TrainingRun(LearnerRun):
         for text in () if args.reward.own_reward else unasked(job.prompts):  # the user's function may look for anything
             self.record.say(f"warning: {text}")
         self.recorder = None  # on the first learner
-        self._writer = ThreadPoolExecutor(1, "record")
         self._recording: Future | None = None  # that of the last step begun
         if args.log.record_samples != "off" and learner.ranks.is_main:
             self.recorder = Recorder(self.record.dir, self.done, args.log.record_samples == "all")
             start = {"after": self.done, "total_steps": job.total_steps, "hardware": dist.describe_hardware()}
-            self.recorder.begin(self._identity.record | start)
+            self.recorder.begin(self._identity | start)
 
     def _restore(self, resumed: Resumed) -> None:
         if resumed.step:
@@ -208,7 +200,7 @@ class TrainingRun(LearnerRun):
         if self.recorder:
             with self.timer("record"):
                 self._wait_for_record()
-                self._recording = self._writer.submit(self._write_down, self._begun, groups, left_out)
+                self._recording = in_background(partial(self._write_down, self._begun, groups, left_out), "record")
         self._texts = text_metrics(groups, self.learner.ranks)
         self.record.warn_unscored(batch.errors)
         return batch
@@ -238,16 +230,22 @@ class TrainingRun(LearnerRun):
 
     def _outage(self, step: int, error: str, checkpoint: Path | None) -> UserError:
         """Return the error that ends a run after `step`."""
-        name = "" if self.args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
+        args = self.args
+        graders = [args.reward.own_reward] if args.reward.own_reward else []
+        if args.environment.has_environment:
+            from rl.environments.named import environment_flag
+
+            graders.append(" ".join(environment_flag(args.environment)))
+        by = " and ".join(graders) or "the built-in verifiers"
+        name = "" if args.log.experiment_name else f" with --experiment-name {self.saver.run_dir.name}"
         resume = f"resume from {checkpoint} with the same command{name}" if checkpoint else "give the same command"
         return UserError(
-            f"responses of step {step + 1} could not be scored by {self.args.graders}: {error}. The run ends before this step. "
+            f"responses of step {step + 1} could not be scored by {by}: {error}. The run ends before this step. "
             f"Once responses can be scored again, {resume}: their prompts come again."
         )
 
     def record_validation(self, step: int, rows: list[dict], version: int | None = None) -> dict[str, float]:
-        """Record the rows of a validation after that step; return its metrics. version: the weights' version, by default the
-        step."""
+        """Record the rows of a validation after that step; return its metrics. version: of the weights, by default the step."""
         if self.args.log.record_samples != "off":
             self.record.log_generations(step, rows, self.args.log.log_val_generations)
         errors = [row["error"] for row in rows if row["error"]]
@@ -279,9 +277,8 @@ class TrainingRun(LearnerRun):
     def report(
         self, step: int, batch: Batch, metrics: dict[str, float], gone: Mapping[str, list[int]] | None = None
     ) -> dict[str, float]:
-        """Return what there is to say of the trained batch: its metrics and the fates of its samples. Record its tickets, and
-        print warnings. metrics: of `learn`; gone: untrained tickets by reason; None in a replay, which does not know them. A
-        collective."""
+        """Return the metrics of the trained batch and the fates of its samples; record its tickets, and warn. metrics: of
+        `learn`; gone: untrained tickets by reason; None in a replay, which does not know them. A collective."""
         self.record.log_tickets(step, batch.tickets, **(gone or {}))
         out = rollout_metrics(self.args.correction, batch) | batch_metrics(batch) | self._texts
         if self.args.schedule.surplus:
@@ -290,20 +287,14 @@ class TrainingRun(LearnerRun):
             out |= staleness_metrics(batch, step - 1)
         fates = Fates.of(batch)
         out |= self.health.of_step(step, batch, metrics | out, fates) | self.sources.of_step(batch, fates, gone)
-        return out | (self._events.metrics() if "events" in self.parts else {})
+        return out | self._events.metrics()
 
     def finish(self) -> Path | None:
         """Also end the record of samples."""
         self._wait_for_record()
         return super().finish()
 
-    def _save(self, step: int) -> None:
-        with self.timer("save_checkpoint"):
-            self._wait_for_record()  # a run that resumes from the checkpoint has the record of all steps before it
-            state = {name: part.state() for name, part in self.parts.items()}
-            of_samples, groups, unfinished = self._snapshot(step)
-            self.saver.save(step, state | of_samples, groups, unfinished)
-
     def _snapshot(self, step: int) -> tuple[dict, list[Group], list[Group]]:
-        """Return (state, groups that wait to be trained, groups that are under way) for the checkpoint of that step."""
-        return {}, [], all_gather_groups(self._unfinished) if self.generator else []
+        self._wait_for_record()  # a run that resumes from the checkpoint has the record of all steps before it
+        state = {name: part.state() for name, part in self.parts.items()}
+        return state, [], all_gather_groups(self._unfinished) if self.generator else []

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from rl.model import attention
-from rl.model.hybrid import chain, kernels
+from rl.model.hybrid import chain
+from rl.model.hybrid import rule as delta_rule
 from rl.ranks import device
 from rl.ranks.dist import Ranks
 
@@ -122,7 +123,7 @@ def packing(args: argparse.Namespace, ranks: Ranks) -> dict:
 def delta(args: argparse.Namespace, ranks: Ranks) -> dict:
     heads, size, lengths = (2, 16, [40, 20, 30]) if args.toy else (16, 128, [512] * 16)
     after = [-1, 0, 0] if args.toy else [-1] + [0] * 8 + [-1] + [9] * 6
-    rule, why = kernels._checked(ranks.device, BF16, size, size)
+    rule, why = delta_rule._checked(ranks.device, BF16, size, size)
     tokens = sum(lengths)
     made = [torch.randn(tokens, heads, size, device=ranks.device, dtype=BF16) for _ in range(3)]
     made.append(-0.1 * torch.rand(tokens, heads, device=ranks.device))

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2To
 from examples.demo import VERSIONS, directory, is_made
 from examples.demo.problems import problems
 from rl.errors import UserError
-from rl.hub.names import on_hub
+from rl.hub import on_hub
 from rl.ranks import watchdog
 from rl.ranks.device import keep_freed
 

@@ -2,7 +2,7 @@
 imported with --adv-estimator gae.
 
 V of a token is a linear function of the hidden state that predicts it, which has seen everything before the token but not the
-token itself. The function starts as zero. Everything else is a learner's: shards, masters, optimizer, checkpoint. Left out: a
+token itself. The function starts as zero. Everything else is a learner's: shards, optimizer, checkpoint. Left out: a
 critic that shares the policy's layers, which would change what the policy learns.
 """
 
@@ -19,10 +19,9 @@ from rl.algorithm.whole_batch import LossMeans
 from rl.errors import UserError
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch, Tokens
-from rl.learning.placement import load_policy
+from rl.learning.micro_batches import MicroBatch, Micros, Tokens
 from rl.model.policy import Policy
-from rl.model.pretrained import check_model, check_vocabulary, load_config, takes_images
+from rl.model.pretrained import check_second_model, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.dist import Ranks
 from rl.ranks.shards import local
@@ -34,8 +33,7 @@ AGGREGATION = "token-mean"  # of the critic's loss
 def check_critic(path: str, args, policy: str) -> None:
     """Raise UserError unless the model at `path` can be the critic of the one at `policy`. No weights are read."""
     if args.critic.critic_model:
-        tokenizer = check_vocabulary(path, args, policy, "--critic-model", "A critic")
-        check_model(path, tokenizer, args, "--critic-model")
+        check_second_model(path, args, policy, "--critic-model", "A critic")
     if any(takes_images(load_config(at, args.trust_remote_code)) for at in (path, policy)):
         raise UserError(f"--adv-estimator {args.loss.adv_estimator}: models that take images cannot have a critic here.")
 
@@ -58,19 +56,17 @@ class ValueModel(Policy):
 class Critic(Learner):
     """The critic under training, its optimizer and schedule."""
 
+    role = "critic"
+    kind = ValueModel
+
     def __init__(self, path: str, args, ranks: Ranks, total_steps: int):
         """path: the model, as a directory or hub name. args: CommonArgs; the critic has its own learning rate."""
         self.warmup = args.critic.critic_warmup
         self._script_args = args
-        self._is_known = args.critic.critic_model is None
+        self.is_known = args.critic.critic_model is None
         own = dataclasses.replace(args.learner, lr=args.critic.critic_lr, router_replay="off")
         super().__init__(path, own, ranks, total_steps, trust_remote_code=args.trust_remote_code)
-
-    def _load(self, *what) -> ValueModel:
-        more = {"kind": ValueModel, "is_known": self._is_known}
-        critic = load_policy(self.path, self.args, self.ranks, "critic", *what, **more)
-        nn.init.zeros_(local(critic.model.value_head.data))
-        return critic
+        nn.init.zeros_(local(self.policy.model.value_head.data))
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Return V [n] before each of the micro-batch's n tokens, on the device, with gradient."""
@@ -79,7 +75,7 @@ class Critic(Learner):
         return own if micro.own is None else gather_log_probs(micro, self.ranks, own, torch.zeros_like(own))[0]
 
     @torch.no_grad()
-    def values_of(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
+    def values_of(self, batch: Batch, micros: Micros) -> torch.Tensor:
         """Return V [N] before the tokens that this rank trains, on the CPU; 0 outside the mask."""
         out = torch.zeros(len(batch.token))
         for micro in itertools.chain.from_iterable(micros):
@@ -87,7 +83,7 @@ class Critic(Learner):
         self.policy.reshard()
         return out
 
-    def learn(self, batch: Batch, minis: Sequence[torch.Tensor], micros: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+    def learn(self, batch: Batch, minis: Sequence[torch.Tensor], micros: Micros) -> dict[str, float]:
         """Train the critic towards the returns: an optimizer step for each mini-batch, --critic-ppo-epochs times. minis: the
         responses [b] of each; micros: its micro-batches. Set the targets' returns; return verl's critic/*. A collective."""
         args = self._script_args
@@ -102,7 +98,7 @@ class Critic(Learner):
                 token_loss, stats = losses.value_loss(value, t.value, t.returns, t.mask, clip=args.critic.cliprange_value)
                 loss = losses.aggregate(token_loss, t.mask, t.seq, AGGREGATION, denominator)
                 loss.backward()
-                means.gather(t, {"vf_loss": loss}, stats | {"vpred_mean": value})
+                means.add(t, None, {"vf_loss": loss}, stats | {"vpred_mean": value})
             means.end_update(self.step())
         found = {name.replace("actor/", "critic/"): value for name, value in means.metrics().items()}
         return found | {"critic/vf_explained_var": explained_variance(batch)}

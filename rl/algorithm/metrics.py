@@ -37,8 +37,7 @@ def of_each_rank(batch: Batch, value: Any) -> list:
 
 
 def summarize(prefix: str, values: torch.Tensor) -> dict[str, float]:
-    """Return {prefix/mean, prefix/max, prefix/min} of a tensor of any shape, which verl reports for most quantities; NaN if it
-    is empty."""
+    """Return prefix/mean, prefix/max and prefix/min of a tensor of any shape, as verl does; NaN if it is empty."""
     values = values.double()
     found = dict.fromkeys(("mean", "max", "min"), math.nan)
     if values.numel():
@@ -73,16 +72,13 @@ def _advantage_metrics(batch: Batch) -> dict[str, float]:
     for mask, advantage in zip(batch.trained.split(PIECE), batch.targets.advantage.split(PIECE), strict=True):
         trained = advantage if mask.all() else advantage[mask]
         if len(trained):
-            low, high = torch.aminmax(trained)
-            more = len(trained), float(trained.sum(dtype=torch.float64))
-            own = [own[0] + more[0], own[1] + more[1], max(own[2], float(high)), min(own[3], float(low))]
+            low, high = map(float, torch.aminmax(trained))
+            total = float(trained.sum(dtype=torch.float64))
+            own = [own[0] + len(trained), own[1] + total, max(own[2], high), min(own[3], low)]
     counts, totals, highest, lowest = zip(*of_each_rank(batch, own), strict=True)
     count = sum(counts)
-    total = sum(totals)
-    most = max(highest)
-    least = min(lowest)
-    values = {"mean": total / count, "max": most, "min": least} if count else dict.fromkeys(("mean", "max", "min"), math.nan)
-    return {f"critic/advantages/{name}": value for name, value in values.items()}
+    values = (sum(totals) / count, max(highest), min(lowest)) if count else 3 * [math.nan]
+    return {f"critic/advantages/{name}": value for name, value in zip(("mean", "max", "min"), values, strict=True)}
 
 
 def validation_metrics(rows: list[dict]) -> dict[str, float]:
@@ -120,10 +116,7 @@ def _by_source_and_n(rows: list[dict]) -> Iterator[tuple[str, int, list[dict]]]:
 def _accuracies(rows: list[dict]) -> list[list[float]]:
     """Return the accuracies of each prompt's responses."""
     worst = min([0.0, *(row["acc"] for row in rows if row["error"] is None)])
-    by_prompt: dict[int, list[float]] = {}
-    for row in rows:
-        by_prompt.setdefault(row["index"], []).append(row["acc"] if row["error"] is None else worst)
-    return list(by_prompt.values())
+    return [[row["acc"] if row["error"] is None else worst for row in its] for its in _by("index", rows).values()]
 
 
 def best_of(accuracies: list[float], k: int) -> float:
@@ -134,8 +127,7 @@ def best_of(accuracies: list[float], k: int) -> float:
 
 
 def majority(answers: list[str | None], accuracies: list[float]) -> float:
-    """Return the mean accuracy of the responses with the most frequent answer; of all with one of these answers if they are
-    several. None is no vote."""
+    """Return the mean accuracy of the responses with the most frequent answer, or answers. None is no vote."""
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     chosen = [acc for answer, acc in zip(answers, accuracies, strict=True) if votes[answer] == most]
@@ -206,8 +198,7 @@ def _add(
     seq: Tensor,
     rejected: Tensor | None = None,
 ) -> None:
-    """Add a piece of whole responses, [n] each: the learner's and the generator's log-probs, the response of each token, and
-    whether it is rejected."""
+    """Add a piece of whole responses, [n] each. lp, roll: the log-probs of learner and generator."""
     counts = torch.unique_consecutive(seq, return_counts=True)[1]  # [b] tokens of each response
     of_each = lambda x: torch.segment_reduce(x, "sum", lengths=counts)  # noqa: E731
     log_ratio = (lp - roll).clamp_(-20, 20)
@@ -314,40 +305,23 @@ OF_REJECTION = (
 class Fates:
     """The fate of each response; the same on every learner."""
 
-    before: torch.Tensor  # [B] number of its tokens in the mask
-    after: torch.Tensor  # [B] number of those that the rollout correction keeps, with a weight above 0
-    has_signal: bool  # whether one of these tokens has an advantage, or a teacher
+    trained: torch.Tensor  # [B] bool: a token is trained
+    rejected: torch.Tensor  # [B] bool: the rollout correction left no token
+    masked: torch.Tensor  # [B] bool: the policy sampled none of its tokens
+    rejected_share: float  # of the tokens that the rollout correction left out
+    has_signal: bool  # whether a trained token has an advantage, or a teacher
 
     @staticmethod
     def of(batch: Batch) -> "Fates":
         """Return the fates of a batch. A collective of the learners."""
         weight = batch.targets.is_weight
-        after = batch.trained if weight is None else batch.trained & (weight != 0)
-        signals = after if batch.targets.teacher_log_prob is not None else after & (batch.targets.advantage != 0)
-        signal = torch.tensor([float(signals.any())])
-        counts = torch.stack([whole_batch.by_response(batch, batch.mask), whole_batch.by_response(batch, after)])
-        return Fates(*whole_batch.sum_over_ranks(batch, counts), has_signal=bool(whole_batch.sum_over_ranks(batch, signal) > 0))
-
-    @property
-    def trained(self) -> torch.Tensor:
-        """[B] bool: a token is trained."""
-        return self.after > 0
-
-    @property
-    def rejected(self) -> torch.Tensor:
-        """[B] bool: the rollout correction left no token."""
-        return (self.before > 0) & ~self.trained
-
-    @property
-    def masked(self) -> torch.Tensor:
-        """[B] bool: the policy sampled none of its tokens."""
-        return self.before == 0
-
-    @property
-    def rejected_share(self) -> float:
-        """The share of the tokens that the rollout correction left out."""
-        total = float(self.before.sum())
-        return 1 - float(self.after.sum()) / total if total else 0.0
+        kept = batch.trained if weight is None else batch.trained & (weight != 0)
+        signals = kept if batch.targets.teacher_log_prob is not None else kept & (batch.targets.advantage != 0)
+        signal = whole_batch.sum_over_ranks(batch, torch.tensor([float(signals.any())]))
+        counts = torch.stack([whole_batch.by_response(batch, batch.mask), whole_batch.by_response(batch, kept)])
+        before, after = whole_batch.sum_over_ranks(batch, counts)  # [B] tokens of each response
+        share = 1 - float(after.sum() / before.sum()) if before.any() else 0.0
+        return Fates(after > 0, (before > 0) & (after == 0), before == 0, share, has_signal=bool(signal > 0))
 
 
 class SourceCounts:
@@ -381,8 +355,7 @@ class SourceCounts:
         return {f"data/{source}/{kind}": int(of[kind]) for source, of in counts.items() for kind in kinds}
 
     def _shown(self, source: str) -> str:
-        """Return the name under which the source counts. A source that no prompt has (a replay may have other data) counts
-        under the last one."""
+        """Return the name under which the source counts: the last one if no prompt has it, in a replay with other data."""
         return source if source in self.shown else self.shown[-1]
 
 

@@ -7,7 +7,7 @@ the policy, and agents, whose later conversations hold the policy's prompt.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,10 +17,9 @@ from rl.environments.named import environment_flag
 from rl.errors import UserError
 from rl.learning.batch import Batch, TopTokens
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
-from rl.model.pretrained import check_model, check_vocabulary, load_config, resolve, takes_images
-from rl.model.sequence_parallel import gather_log_probs, part_of
-from rl.ranks.dist import Ranks
+from rl.learning.micro_batches import Micros, micro_batch
+from rl.model.pretrained import check_second_model, load_config, resolve, takes_images
+from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.watchdog import progress
 
 
@@ -71,8 +70,7 @@ def teacher_path(args, policy: str) -> str:
 def check_teacher(path: str, args, policy: str) -> None:
     """Raise UserError unless the model at `path` can teach the one at `policy`. No weights are read."""
     own, theirs = (load_config(at, args.trust_remote_code, name) for at, name in ((policy, "--model"), (path, "--teacher")))
-    tokenizer = check_vocabulary(path, args, policy, "--teacher", "A teacher")
-    check_model(path, tokenizer, args, "--teacher")
+    tokenizer = check_second_model(path, args, policy, "--teacher", "A teacher")
     if args.teacher.teacher_top_k >= (tokens := len(tokenizer.get_vocab())):
         raise UserError(f"--teacher-top-k {args.teacher.teacher_top_k}: the vocabulary has {tokens:,} tokens. Take fewer.")
     if takes_images(own) or takes_images(theirs):
@@ -84,36 +82,37 @@ def check_teacher(path: str, args, policy: str) -> None:
 class Teacher:
     """The model that teaches, and what it reads."""
 
-    def __init__(self, model, top_k: int = 0, rows: "TeacherRows | None" = None):
-        """model: a Policy; top_k: its tokens to compare in each place, 0: only the sampled one; rows: with --teacher-prompt."""
-        self.model, self.top_k, self.rows = model, top_k, rows
+    def __init__(self, model, top_k: int = 0, ids_of: Callable[[int, list[int]], Sequence[int]] | None = None):
+        """model: a Policy. top_k: its tokens to compare in each place, 0: only the sampled one. ids_of: with --teacher-prompt,
+        (ticket, token ids of the policy's prompt) -> token ids of the teacher's prompt."""
+        self.model, self.top_k, self._ids_of = model, top_k, ids_of
 
     @staticmethod
     def of(args, job, learner: Learner) -> "Teacher":
         """args: the script's; job: its Job."""
-        rows = None
+        ids_of = None
         if args.teacher.teacher_prompt is not None:
-            rows = TeacherRows(partial(job.teacher_prompts.ids_of, job.order))
+            ids_of = partial(job.teacher_prompts.ids_of, job.order)
         if args.teacher.has_second_model:
             path = resolve(args.teacher.teacher)
             is_base = learner.adapters and path == learner.path  # adapters are all that differs
             model = learner.adapters.without(learner.policy) if is_base else learner.load_frozen(path, "teacher")
         else:
             model = learner.policy  # a mixture's routes are computed, not replayed
-        return Teacher(model, args.teacher.teacher_top_k, rows)
+        return Teacher(model, args.teacher.teacher_top_k, ids_of)
 
     @torch.no_grad()
-    def targets_of(
-        self, learner: Learner, batch: Batch, micros: Sequence[Sequence[MicroBatch]]
-    ) -> tuple[torch.Tensor, TopTokens | None]:
-        """Return the teacher's log-probs [N] of the tokens that this rank trains, on the CPU, and with --teacher-top-k its most
-        likely tokens; 0 outside the mask."""
+    def targets_of(self, learner: Learner, batch: Batch, micros: Micros) -> tuple[torch.Tensor, TopTokens | None]:
+        """Return the teacher's log-probs [N] of this rank's tokens and with --teacher-top-k its likeliest ones, on the CPU."""
         ranks = learner.ranks
+        taught = self._with_its_prompts(batch) if self._ids_of else None
         out = torch.zeros(len(batch.token))
         top = None
         if count := self.top_k:
             top = TopTokens(torch.zeros(len(out), count, dtype=torch.int32), torch.zeros(len(out), count))
-        for micro in self.rows.rows(batch, micros, ranks) if self.rows else itertools.chain.from_iterable(micros):
+        for micro in itertools.chain.from_iterable(micros):
+            if taught:  # its responses after the teacher's prompts: the same bits if these are the policy's
+                micro = micro_batch(taught, batch.seq[micro.index].unique().tolist(), ranks)
             if not count:
                 out[micro.index] = learner.log_probs(self.model, micro)[0].cpu()
                 continue
@@ -131,25 +130,9 @@ class Teacher:
         self.model.reshard()
         return out, top
 
-
-class TeacherRows:
-    """The policy's responses after the teacher's prompts: each micro-batch becomes such a row, the same bits if the prompts are
-    the policy's. Longer prompts make a row longer than a micro-batch may be: a token takes less memory than in the update, but
-    nothing limits their number."""
-
-    def __init__(self, ids_of: Callable[[int, list[int]], Sequence[int]]):
-        """ids_of: (ticket, token ids of the policy's prompt) -> token ids of the teacher's prompt."""
-        self._ids_of = ids_of
-
-    def rows(self, batch: Batch, micros: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> Iterator[MicroBatch]:
-        """Yield each micro-batch's responses after the teacher's prompts."""
-        taught = self._with_its_prompts(batch)
-        for micro in itertools.chain.from_iterable(micros):
-            row = MicroBatch.of(taught, batch.seq[micro.index].unique().tolist(), ranks.device)
-            yield part_of(row, ranks) if ranks.sequence_parallel > 1 else row
-
     def _with_its_prompts(self, batch: Batch) -> Batch:
-        """Return the batch with the teacher's prompts for the responses that are here."""
+        """Return the batch with the teacher's prompts for the responses that are here. Longer prompts make a row longer than a
+        micro-batch may be: a token takes less memory than in the update, but nothing limits their number."""
         prompts = [*batch.prompts]
         of_group = {}
         for i in torch.nonzero(batch.local_lengths).flatten().tolist():

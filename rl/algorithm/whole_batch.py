@@ -212,14 +212,11 @@ class LossMeans:
         self._first: list[tuple[Tensor, Tensor]] = []  # (index, log-probs on the device) of the first update
         self._updates: list[dict[str, float]] = []  # what each optimizer step returned
 
-    def add(self, t: Tokens, log_prob: Tensor, terms: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
-        """Add a micro-batch's log-probs [n]; terms, stats: see `gather`."""
-        self.gather(t, terms, stats)
-        if not self._updates:
+    def add(self, t: Tokens, log_prob: Tensor | None, terms: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
+        """Add a micro-batch's log-probs [n], None of a critic; terms, name -> its share as a scalar; stats, name -> [n]. Every
+        rank adds the same names."""
+        if log_prob is not None and not self._updates:
             self._first.append((t.index, log_prob.detach()))
-
-    def gather(self, t: Tokens, terms: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
-        """Add a micro-batch's terms, name -> its share as a scalar, and stats, name -> [n]. Every rank adds the same names."""
         self._trained = self._trained + t.mask.sum()
         self._computed += len(t.index)
         self._forward_only += len(t.index) * t.forward_only
@@ -235,8 +232,7 @@ class LossMeans:
 
     @property
     def first_log_prob(self) -> Tensor:
-        """[N] on the CPU: the log-probs of the first update, which are those of the policy that starts the step; NaN for tokens
-        of later updates and outside the mask."""
+        """[N] on the CPU: the log-probs of the first update, of the policy that starts the step; NaN for all other tokens."""
         out = torch.full((len(self._batch.token),), torch.nan)
         for index, log_prob in self._first:
             out[index] = log_prob.cpu()

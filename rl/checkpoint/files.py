@@ -11,15 +11,22 @@ A learner's file holds its parts of the tensors that training changes, by `<set>
 safetensors file that torch.distributed.checkpoint reads, on any number of learners. Nothing is pickled.
 """
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import torch
+import xxhash
 
+from rl import parts
+from rl.data.prompts import PromptDataset
+from rl.hub import sample
+from rl.masking import masked
+from rl.model.pretrained import resolve
 from rl.parts import Part
-from rl.ranges import MayChange, Range
+from rl.ranges import Content, MayChange, Range, marks
 from rl.record.run import Origin
 from rl.samples.group import Group
 
@@ -84,3 +91,43 @@ class Resumed:
     @property
     def step(self) -> int:
         return self.origin.step if self.origin else 0
+
+
+def identity_of(args, script: str, path: str, prompts: PromptDataset) -> dict:
+    """Return a run's identity, by which it resumes as the same run (resume.py), as JSON holds it, without secrets: the script,
+    its flags, and a digest of each content that these name. path: the model's directory or hub name. prompts: to train."""
+    contents = {"model": _digest_model(path), "train_files": _digest_prompts(prompts)}
+    contents["tokenizer"] = _digest_tokenizer(prompts.tokenizer)
+    for name, content in marks(type(args), Content).items():
+        if value := parts.get(args, name):
+            from user_code.files import digest_code  # late: few runs have code of their own
+
+            contents[name] = _digest_model(resolve(value)) if content.kind == "model" else digest_code(value)
+    return masked(json.loads(json.dumps({"script": script, "flags": parts.flat(args), "contents": contents})))
+
+
+def _digest_model(path: str) -> str:
+    """Return a digest of the weights in a directory: names, sizes, and SAMPLES pieces of each file. Training changes all."""
+    files = sorted(file for kind in ("*.safetensors", "*.bin") for file in Path(path).glob(kind)) if Path(path).is_dir() else []
+    return sample(files) if files else path  # a hub name
+
+
+def _digest_prompts(prompts: PromptDataset) -> str:
+    """Return the number of prompts, with a digest of the files' bytes; for a data set that is no file, of 1,000 rows. Also the
+    files' weights, if they have any: the order depends on them."""
+    state = xxhash.xxh3_64()
+    for file, table in zip(prompts.files, prompts.tables, strict=True):
+        if Path(file).is_file():
+            from user_code.files import digest_file
+
+            state.update(digest_file(Path(file)).encode())
+        else:
+            spread = range(0, len(table), max(1, len(table) // 1000))
+            state.update(json.dumps([len(table), *(table[i] for i in spread)], default=str).encode())
+    weights = [f"weights {', '.join(map(str, prompts.weights))}"] if prompts.weights else []
+    return ", ".join([f"{len(prompts)} prompts", state.hexdigest(), *weights])
+
+
+def _digest_tokenizer(tokenizer) -> str:
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return xxhash.xxh3_64_hexdigest(json.dumps([vocabulary, tokenizer.chat_template]).encode())

@@ -15,13 +15,11 @@ from safetensors import SafetensorError
 from rl import parts
 from rl.checkpoint import files
 from rl.checkpoint.files import STATE, STEPS, TRAINING, CheckpointArgs, Resumed
-from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.learning.learner import Learner
 from rl.masking import masked
 from rl.ranges import DEFAULT_BATCH, flag, may_change
 from rl.ranks import dist, launch
-from rl.record.identity import Identity
 from rl.record.run import Origin
 from rl.samples.group import Group, split_records
 
@@ -32,9 +30,10 @@ MUST_STAY |= {"top_k", "keep_sampling_mask"}
 MUST_STAY_IN_A_STREAM = {"ppo_mini_batch_size", "train_batch_size", "publish_every"}
 
 
-def resume(args, identity: Identity, learner: Learner, total_steps: int) -> Resumed:
-    """Bring the learner to the step at which the run stopped, if there is one to resume. args: the script's. Raise UserError if
-    it was another run, or if its checkpoint cannot be used. A collective of the learners."""
+def resume(args, identity: dict | None, learner: Learner, total_steps: int) -> Resumed:
+    """Bring the learner to the step at which the run stopped, if there is one to resume. args: the script's. identity: of
+    this run, on the first learner. Raise UserError if it was another run, or if its checkpoint cannot be used. A collective of
+    the learners."""
     origin = find(args.checkpoint, args.log.output_dir, args.log.experiment_name)
     if not origin or not origin.checkpoint:
         return Resumed(origin)
@@ -45,19 +44,19 @@ def resume(args, identity: Identity, learner: Learner, total_steps: int) -> Resu
             f"{path}: the run has trained {origin.step} steps already, more than the {total_steps} asked for. Give more "
             "(--total-training-steps, --total-epochs), or start a new run with another --experiment-name."
         )
-    if learner.ranks.is_main and (lines := check_same(identity, record["identity"], path)):
+    if identity and (lines := check_same(args, identity, record["identity"], path)):
         print(f"warning: {path} resumes with other settings:", *lines, sep="\n  ", file=sys.stderr, flush=True)
     state = load(path, learner)
     groups, unfinished = (groups_of((path / TRAINING / name).read_bytes()) for name in (files.GROUPS, files.UNFINISHED))
     return Resumed(origin, state, groups, unfinished)
 
 
-def check_same(run: Identity, was: dict, where: Path) -> list[str]:
-    """Return a line for each difference from a saved record. Raise UserError for any unless --resume-mode names `where`."""
-    if run.script != was["script"]:
-        raise UserError(f"{where} was written by {was['script']}, not by {run.script}. Resume with {was['script']}.")
-    now, old = (_settled(run.args, of["flags"]) for of in (run.record, was))
-    changed = {name for name in now if now[name] != old.get(name)} - may_change(type(run.args))
+def check_same(args, identity: dict, was: dict, where: Path) -> list[str]:
+    """Return a line for each difference from a saved identity. Raise UserError for any unless --resume-mode names `where`."""
+    if identity["script"] != was["script"]:
+        raise UserError(f"{where} was written by {was['script']}, not by {identity['script']}. Resume with {was['script']}.")
+    now, old = (_settled(args, of["flags"]) for of in (identity, was))
+    changed = {name for name in now if now[name] != old.get(name)} - may_change(type(args))
     kept = MUST_STAY | (MUST_STAY_IN_A_STREAM if "staleness_threshold" in now else set())
     lines = [f"{flag(name)}: was {old.get(name)}, is {now[name]}" for name in now if name in changed]
     for name in [name for name in now if name in changed & kept]:
@@ -66,9 +65,9 @@ def check_same(run: Identity, was: dict, where: Path) -> list[str]:
             "another value. Give the old one, or start a new run with another --experiment-name."
         )
     if any(flags.get("teacher_prompt") is not None for flags in (now, old)):  # train_sft.py has no such flag
-        check_number(was["contents"], run.prompts, where)
-    lines += _other_contents(run.record, was)
-    if lines and run.args.checkpoint.resume_mode in ("auto", "disable"):
+        check_number(was, _number(identity), where)
+    lines += _other_contents(identity, was)
+    if lines and args.checkpoint.resume_mode in ("auto", "disable"):
         raise UserError(
             f"{where} is of a run with other settings. Give the old ones, start a new run with another "
             f"--experiment-name, or resume with the new ones with --resume-mode {where}:\n  " + "\n  ".join(lines)
@@ -93,12 +92,16 @@ def _other_contents(now: dict, was: dict) -> Iterable[str]:
             yield f"{what}: was {named[0]} ({old}), is {named[1]} ({new})"
 
 
-def check_number(contents: dict, prompts: PromptDataset, where: Path) -> None:
-    """Raise UserError unless the run of the samples at `where` had as many prompts. contents: of its record."""
-    number = int(contents["train_files"].split()[0])
-    if len(prompts) != number:
+def _number(identity: dict) -> int:
+    """Return the number of training prompts."""
+    return int(identity["contents"]["train_files"].split()[0])
+
+
+def check_number(was: dict, prompts: int, where: Path) -> None:
+    """Raise UserError unless the run of the samples at `where`, of this identity, had this many training prompts."""
+    if prompts != _number(was):
         raise UserError(
-            f"{where} is of a run with {number:,} training prompts, and now there are {len(prompts):,}, so its samples would "
+            f"{where} is of a run with {_number(was):,} training prompts, and now there are {prompts:,}, so its samples would "
             "belong to other rows. Give the same data and limits. --filter-overlong-prompts also leaves out rows whose "
             "--teacher-prompt is too long: raise --max-prompt-length."
         )

@@ -7,39 +7,36 @@ files, and of --model where training changes nothing. Files are written by safet
 torch.distributed.checkpoint, which reads them, would hold each file in memory twice more.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase
 
 from rl.background import in_background
-from rl.checkpoint.best import Best
-from rl.checkpoint.files import GROUPS, LAYOUT, STATE, STEPS, TRAINING, UNFINISHED, hidden, read_tensors, step_of
+from rl.checkpoint import files
+from rl.checkpoint.files import checkpoints, hidden, read_tensors, step_of
+from rl.data.job import Job
 from rl.errors import UserError
-from rl.hub.names import on_hub
-from rl.hub.tensor_reader import INDEX
+from rl.hub import INDEX, on_hub
 from rl.learning.learner import Learner
 from rl.model.attention import dtype_of
 from rl.model.loading import open_weights
 from rl.model.pretrained import GENERATION
 from rl.ranks import dist, host, launch, watchdog
 from rl.ranks.device import HOST_BACKEND
-from rl.ranks.shards import Block, as_it_is, local
-from rl.record.identity import Identity
+from rl.ranks.shards import Block, as_it_is, in_parts, local
+from rl.record import validations
 from rl.record.run import Origin, Run
 from rl.samples.group import Group, join_records
-
-if TYPE_CHECKING:
-    from rl.data.image_prompts import ImagePrep
 
 SPARE = 1.25  # copies are made if this many times their size is free: the run itself may still grow
 FILE_BYTES = 5 << 30  # of a file's tensors
@@ -50,20 +47,10 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 class Saver:
     """Saves on all learners together. `save` copies what is to be written and returns; a thread writes it."""
 
-    def __init__(
-        self,
-        args,
-        run: Run,
-        identity: Identity,
-        learner: Learner,
-        tokenizer: PreTrainedTokenizerBase,
-        origin: Origin | None,
-        prep: "ImagePrep | None" = None,
-    ):
-        """Rename checkpoints of later steps than the origin's, which the run will train again. Raise UserError if a node does
-        not see the run's directory. A collective."""
-        self.args, self.run, self.learner, self.tokenizer, self._prep = args, run, learner, tokenizer, prep
-        self._identity = identity.record if learner.ranks.is_main else None
+    def __init__(self, args, job: Job, run: Run, identity: dict | None, learner: Learner, origin: Origin | None):
+        """Rename checkpoints of steps after the origin, which come again. Raise UserError if not all nodes see the run's
+        directory. A collective."""
+        self.args, self.job, self.run, self._identity, self.learner = args, job, run, identity, learner
         self.run_dir = Path(dist.from_main(str(run.dir)))  # the first learner's counts
         if not all(dist.all_gather_values(dist.sees_main(self.run_dir))):
             raise UserError(
@@ -95,15 +82,14 @@ class Saver:
         shards, self._next = self._next, None
         self.step = step
         ranks = dist.all_gather_values(self.learner.rank_state())
-        record = {"layout": LAYOUT, "step": step, "state": state, "learner": self.learner.state(), "ranks": ranks}
-        files = {STATE: json.dumps(record | {"identity": self._identity}).encode()}
-        files |= {
-            name: join_records([group.to_bytes() for group in of]) for name, of in ((GROUPS, groups), (UNFINISHED, unfinished))
-        }
+        record = {"layout": files.LAYOUT, "step": step, "state": state, "learner": self.learner.state(), "ranks": ranks}
+        small = {files.STATE: json.dumps(record | {"identity": self._identity}).encode()}
+        for name, of in ((files.GROUPS, groups), (files.UNFINISHED, unfinished)):
+            small[name] = join_records([group.to_bytes() for group in of])
         if self._waits:
-            self._complete(step, shards, files)
+            self._complete(step, shards, small)
         else:
-            self._saving = in_background(lambda: self._complete(step, shards, files), "save")
+            self._saving = in_background(lambda: self._complete(step, shards, small), "save")
 
     def copy(self) -> None:
         """The part of `save` that reads the weights, which may be called earlier: wait for the checkpoint before, then copy
@@ -157,9 +143,9 @@ class Saver:
         return not short
 
     def _set_aside(self, after: int) -> None:
-        for left in self.run_dir.glob(f".{STEPS}"):  # what a kill has left
+        for left in self.run_dir.glob(f".{files.STEPS}"):  # what a kill has left
             shutil.rmtree(left, ignore_errors=True)
-        for path in self.run_dir.glob(STEPS):
+        for path in self.run_dir.glob(files.STEPS):
             if step_of(path) > after:
                 aside = path.with_name(f"{path.name}.superseded")
                 shutil.rmtree(aside, ignore_errors=True)
@@ -167,15 +153,15 @@ class Saver:
 
     # ------------------------------------------------------------------------------------------------- the thread
 
-    def _complete(self, step: int, shards: dict[str, torch.Tensor], files: dict[str, bytes]) -> None:
+    def _complete(self, step: int, shards: dict[str, torch.Tensor], small: dict[str, bytes]) -> None:
         """Write the whole checkpoint, and rename it. Raises only if a collective does: another learner has exited."""
         target = self.run_dir / f"step_{step:06d}"
         work = hidden(target)
         ranks = self.learner.ranks
-        stem = work / TRAINING / f"shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}"
-        self.error = self._first_error(lambda: _make_empty(work), acts=ranks.is_main)
+        stem = work / files.TRAINING / f"shard-{ranks.rank + 1:05d}-of-{ranks.world_size:05d}"
+        self.error = self._first_error(lambda: stem.parent.mkdir(parents=True, exist_ok=True), acts=ranks.is_main)
         self.error = self.error or self._first_error(lambda: self._write_shards(stem, shards))
-        self.error = self.error or self._first_error(lambda: self._finish(work, target, files), acts=ranks.is_main)
+        self.error = self.error or self._first_error(lambda: self._finish(work, target, small), acts=ranks.is_main)
         if self.error and ranks.is_main:
             shutil.rmtree(work, ignore_errors=True)
             print(
@@ -201,13 +187,12 @@ class Saver:
 
         self._write_files(stem, ((name, tensor) for name, tensor in shards.items() if tensor.numel()), places)
 
-    def _finish(self, work: Path, target: Path, files: dict[str, bytes]) -> None:
+    def _finish(self, work: Path, target: Path, small: dict[str, bytes]) -> None:
         """Once all shards are written: write all other files, bring them to disk, rename the checkpoint, and make room."""
         self._write_model(work)
-        self._write_small(work, files)
+        self._write_small(work, small)
         for path in sorted(work.rglob("*"), reverse=True):  # directories after their files
-            if path.suffix != ".safetensors":
-                _to_disk(path)
+            _to_disk(path)
         _to_disk(work)
         os.rename(work, target)
         _to_disk(self.run_dir)
@@ -236,7 +221,7 @@ class Saver:
         named = self.learner.parameters
         trained = {name: f"model.{name}" for name in named if f"model.{name}" in self._offsets}
         shapes = ((name, torch.empty(named[name].shape, device="meta", dtype=dtype_of(name, self._dtype))) for name in trained)
-        for part in _in_parts(shapes, READ_BYTES):
+        for part in in_parts(shapes, READ_BYTES):
             whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in part.items()}
             read_tensors(work, {trained[name]: tensor for name, tensor in whole.items()})
             yield from whole.items()
@@ -246,33 +231,28 @@ class Saver:
 
     def _write_adapter(self, work: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Write the adapters in peft's format. Return a function that adds them: (name, weight) -> weight."""
-        from rl.adapters import files  # late: other runs do not need it
-
         adapters = self.learner.adapters
         model = self.learner.policy.model
         whole = {name: torch.empty(model.get_parameter(name).shape) for name in adapters.tensors}
         read_tensors(work, {f"adapter.{name}": tensor for name, tensor in whole.items()})
-        directory = work / files.DIRECTORY
-        directory.mkdir()
-        save_file({files.stored_name(name): tensor for name, tensor in whole.items()}, directory / files.TENSORS)
-        _to_disk(directory / files.TENSORS)
-        files.write_config(directory, adapters.args, adapters.names, model, self.learner.path)
+        adapters.save(work / "adapter", whole, model, self.learner.path)
         return adapters.merge(whole, whole)
 
-    def _write_small(self, work: Path, files: dict[str, bytes]) -> None:
+    def _write_small(self, work: Path, small: dict[str, bytes]) -> None:
         self.learner.config.save_pretrained(work)
         # save_pretrained would refuse what it has read, such as a temperature without do_sample.
         self.learner.policy.model.generation_config.to_json_file(work / GENERATION, keys_to_pop=["compile_config"])
-        self.tokenizer.save_pretrained(work)
-        if self._prep:
-            self._prep.save(work)
-        for name, content in files.items():
-            (work / TRAINING / name).write_bytes(content)
+        self.job.tokenizer.save_pretrained(work)
+        if prep := self.job.prompts.prep:
+            prep.save(work)
+        for name, content in small.items():
+            (work / files.TRAINING / name).write_bytes(content)
 
     def _write_files(self, stem: Path, tensors: Tensors, header: Callable) -> list[tuple[Path, list[str]]]:
         """Write files of up to FILE_BYTES. Return each with the names of its tensors. header: names -> a file's metadata."""
         out = []
-        for number, named in enumerate(_in_parts(tensors, FILE_BYTES)):
+        contiguous = ((name, tensor.contiguous()) for name, tensor in tensors)
+        for number, named in enumerate(in_parts(contiguous, FILE_BYTES)):
             file = stem.with_name(f"{stem.name}{f'-{number}' * bool(number)}.safetensors")
             save_file(named, file, header(named))
             _to_disk(file)
@@ -281,27 +261,57 @@ class Saver:
         return out
 
 
-def _in_parts(tensors: Tensors, most: int) -> Iterator[dict[str, torch.Tensor]]:
-    part = {}
-    size = 0
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > most:
-            yield part
-            part = {}
-            size = 0
-        part[name] = tensor.contiguous()
-        size += tensor.nbytes
-    yield part
-
-
-def _make_empty(work: Path) -> None:
-    shutil.rmtree(work, ignore_errors=True)
-    (work / TRAINING).mkdir(parents=True)
-
-
 def _to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class Best:
+    """Decides which checkpoints stay: the newest ones, and the best one by validation, to which `best` in the run's directory
+    links. best/best.json has its step and score. Validations arrive in the main thread, checkpoints in the saver's."""
+
+    def __init__(self, run_dir: Path, is_main: bool):
+        """is_main: other learners keep nothing."""
+        self.run_dir = run_dir
+        self.is_main = is_main
+        self.link = run_dir / "best"
+        self._lock = threading.RLock()
+
+    def update(self) -> Path | None:
+        """Link the best of the saved steps, the earliest of equal ones; return it. Warn if that fails."""
+        if not self.is_main:
+            return None
+        with self._lock:
+            scores = validations.scores(validations.read(self.run_dir))
+            saved = [path for path in checkpoints(self.run_dir) if step_of(path) in scores]
+            best = max(saved, key=lambda path: scores[step_of(path)], default=None)
+            try:
+                self._link(best, scores)
+            except OSError as error:
+                print(f"warning: {self.link} could not be written: {error}. It is tried again.", file=sys.stderr, flush=True)
+            return best
+
+    def prune(self, newest: int) -> None:
+        """Remove all checkpoints but the newest ones and the best; 0 keeps all."""
+        with self._lock:
+            best = self.update()
+            for path in checkpoints(self.run_dir)[:-newest] if newest else []:
+                if path != best:
+                    with contextlib.suppress(OSError):
+                        os.rename(path, hidden(path))  # first, so that a kill leaves nothing that looks like a checkpoint
+                        shutil.rmtree(hidden(path))
+
+    def _link(self, best: Path | None, scores: dict[int, float]) -> None:
+        if self.link.is_dir() and not self.link.is_symlink():  # a copied run's
+            shutil.rmtree(self.link)
+        if best is None:
+            self.link.unlink(missing_ok=True)
+        elif not self.link.is_symlink() or os.readlink(self.link) != best.name:
+            (best / "best.json").write_text(json.dumps({"step": step_of(best), "score": scores[step_of(best)]}))
+            new = self.run_dir / ".best"
+            new.unlink(missing_ok=True)
+            new.symlink_to(best.name)
+            os.replace(new, self.link)

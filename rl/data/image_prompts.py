@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 
 from rl import images
 from rl.errors import ImageError, UserError
-from rl.hub.tensor_reader import find
+from rl.hub import find
 from rl.images import PLACE
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -106,7 +106,7 @@ class ImagePrep:
     def save(self, directory: Path) -> None:
         """Copies the model's files about images to the directory."""
         for name in FILES:
-            if found := find(self.path, name, download=True):
+            if found := find(self.path, name):
                 shutil.copyfile(found, directory / name)
 
     def expand(self, ids: Sequence[int], sources: Sequence[bytes]) -> tuple[list[int], Images]:

@@ -38,8 +38,7 @@ class BatchImages:
         self._rows: list[RowImages] = []
 
     def inputs(self, lengths: Sequence[int], after: Sequence[int], owners: Sequence[Owner], device: torch.device) -> dict:
-        """Return a packed row's inputs in addition to its ids (rl/model/vision_forward.py). lengths, after, owners: of its
-        segments."""
+        """Return a packed row's inputs besides its ids (rl/model/vision_forward.py). The lists are of its segments."""
         inputs = row_inputs(lengths, after, [self._of(owner) for owner in owners])
         row = inputs["images"]
         if row.files:
@@ -70,8 +69,7 @@ class BatchImages:
         return self._read_again(group) if group.images else None
 
     def _shown(self, response: Response, history: int) -> Images | None:
-        """Return the images that an environment has shown in a history of the response: among the tokens that are not
-        sampled."""
+        """Return the images that an environment has shown in a history of the response: its tokens are not sampled."""
         ends = np.cumsum([0, *(response.histories or [len(response.token_ids)])])
         part = slice(ends[history], ends[history + 1])
         is_image = (response.token_ids == self.prompts.prep.image_token) & ~response.mask

@@ -10,6 +10,7 @@ never cuts a row, so a checkpoint fits any number of learners to the bit. torcha
 must be compiled and its offload knows only CUDA and XPU; bitsandbytes needs CUDA.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
 from rl.ranks.device import is_accelerator
-from rl.ranks.pinned import PinnedBlocks
 from rl.ranks.shards import local
 
 PIECE = 1 << 24  # elements of a step: 64 MB of each moment
@@ -123,20 +123,17 @@ def _pieces(value: torch.Tensor) -> Iterator[slice]:
 
 # ------------------------------------------------------------------------------------------------------------- 8 bits
 
-_tables: dict[tuple[bool, torch.device], torch.Tensor] = {}
 
-
+@functools.cache
 def table(signed: bool, device: torch.device) -> torch.Tensor:
     """Return the 256 values of a code, ascending, from -1 or 0 to 1: 0, 1, and in each of seven decades below 1 the middles of
     equally long parts, twice as many as in the next lower decade."""
-    if (signed, device) not in _tables:
-        values = [0.0, 1.0]
-        for decade in range(7):
-            parts = 2**decade if signed else 2 ** (decade + 1)
-            middles = [(0.1 + 0.9 * (i + 0.5) / parts) * 10.0 ** (decade - 6) for i in range(parts)]
-            values += middles + ([-middle for middle in middles] if signed else [])
-        _tables[signed, device] = torch.tensor(sorted(values), device=device)
-    return _tables[signed, device]
+    values = [0.0, 1.0]
+    for decade in range(7):
+        parts = 2**decade if signed else 2 ** (decade + 1)
+        middles = [(0.1 + 0.9 * (i + 0.5) / parts) * 10.0 ** (decade - 6) for i in range(parts)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(values), device=device)
 
 
 def to_8_bits(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,3 +156,37 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
     """Reshape [..., C] to [..., C / 256 rounded up, 256], padded with zeros."""
     missing = -x.shape[-1] % BLOCK
     return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))
+
+
+# ----------------------------------------------------------------------------------------------------- pinned memory
+
+PINNED_BLOCK = 1 << 30  # most bytes allocated at once for small tensors
+LEAST = 1 << 20  # smallest tensor, in bytes, that is cut out of such a block
+ALIGN = 512  # bytes to which a tensor's start in a block is aligned, as torch aligns device tensors
+
+
+class PinnedBlocks:
+    """Pinned memory for tensors that stay for the whole run, cut out of blocks. For each pinned tensor torch allocates the next
+    power of two of bytes, a third more than a matrix of 192 MB needs; a block has such a size itself."""
+
+    def __init__(self):
+        self._taken = 0  # bytes
+        self._rest: list[torch.Tensor] = []  # the free part of each block
+
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [count] zeros in pinned memory."""
+        size = count * dtype.itemsize
+        room = -(-size // ALIGN) * ALIGN
+        if size < LEAST:
+            return _pinned(size).view(dtype)
+        number = next((number for number, rest in enumerate(self._rest) if len(rest) >= room), None)
+        if number is None:
+            number = len(self._rest)
+            self._rest.append(_pinned(1 << (max(room, min(PINNED_BLOCK, self._taken)) - 1).bit_length()))
+        found, self._rest[number] = self._rest[number][:size], self._rest[number][room:]
+        self._taken += room
+        return found.view(dtype)
+
+
+def _pinned(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=True)

@@ -16,7 +16,7 @@ from torch import nn
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs, OptimizerArgs
 from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch
+from rl.learning.micro_batches import MicroBatch, Micros
 from rl.learning.placement import load_policy
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy
@@ -75,6 +75,10 @@ class Forward:
 class Learner:
     """The policy under training, its optimizer and schedule, and the frozen reference policy, if any."""
 
+    # for `load_policy`; a critic has others
+    role = "policy"
+    kind = Policy
+    is_known = False
     critic = None  # of rl/algorithm/critic.py, if the advantages need one
     teacher = None  # of rl/algorithm/teacher.py, with --teacher
 
@@ -94,8 +98,8 @@ class Learner:
         self._trust_remote_code = trust_remote_code
         self.config = load_config(path, trust_remote_code)
         self.ranks = ranks = self._sharing(ranks)
-        self.policy = self._load(trust_remote_code, seed)
-        self.adapters = self.policy.adapters  # of rl/adapters/lora.py, with --lora-rank
+        self.policy = load_policy(path, args, ranks, self.role, trust_remote_code, seed, self.kind, self.is_known)
+        self.adapters = self.policy.adapters  # of rl/learning/adapters.py, with --lora-rank
         self._check_kernels()
         self.reference = None
         if with_reference:
@@ -126,9 +130,6 @@ class Learner:
             ranks = share_experts(ranks, self.config, self.args.expert_parallel)
         return ranks
 
-    def _load(self, trust_remote_code: bool, seed: int) -> Policy:
-        return load_policy(self.path, self.args, self.ranks, "policy", trust_remote_code, seed)
-
     def load_frozen(self, path: str, role: Literal["reference", "teacher"]) -> Policy:
         """Return a second model, which is not trained."""
         is_known = path == self.path and role == "reference"
@@ -142,7 +143,7 @@ class Learner:
 
             check_kernel(self.config, self.args.sequence_parallel, dtype, self.ranks.device)
         if linear_layers(self.config):
-            from rl.model.hybrid.kernels import choose_rule
+            from rl.model.hybrid.rule import choose_rule
 
             choose_rule(self.config.get_text_config(), dtype, self.ranks.device, say=self.ranks.is_main)
 
@@ -162,9 +163,7 @@ class Learner:
         self._updated_before = self.updated
         self.optimizer.param_groups[0]["lr"] = self.args.lr * lr_factor(self.updated, self.total_steps - warmup, self.args)
 
-    def forward(
-        self, micro: MicroBatch, entropy: Literal["none", "metric", "loss"] = "none", also: torch.Tensor | None = None
-    ) -> Forward:
+    def forward(self, micro: MicroBatch, entropy: str = "none", also: torch.Tensor | None = None) -> Forward:
         """Compute the policy's log-probs of the micro-batch's n tokens, and of the tokens `also` [n, K] in their places. The
         entropy is 0 ("none"), without gradient ("metric"), or with gradient ("loss"). In a `forward_only` micro-batch the
         gradient ends there, and must be 0."""
@@ -172,7 +171,8 @@ class Learner:
         with torch.no_grad() if ends_here else contextlib.nullcontext():
             log_prob, entropies = self.log_probs(self.policy, micro, entropy, True, micro.real_tokens, also)
         if ends_here:
-            _check_no_gradient(log_prob, *([entropies] if entropy == "loss" else []))
+            for x in (log_prob, entropies) if entropy == "loss" else (log_prob,):
+                x.requires_grad_().register_hook(_refuse)
         return Forward(log_prob, entropies) if also is None else Forward(log_prob[:, 0], entropies, log_prob[:, 1:])
 
     def log_probs(
@@ -209,9 +209,7 @@ class Learner:
         return gather_log_probs(micro, self.ranks, *own)
 
     @torch.no_grad()
-    def log_probs_of(
-        self, which: Literal["policy", "reference"], batch: Batch, micros: Sequence[Sequence[MicroBatch]]
-    ) -> torch.Tensor:
+    def log_probs_of(self, which: Literal["policy", "reference"], batch: Batch, micros: Micros) -> torch.Tensor:
         """Return log-probs [N] of the tokens that this rank trains, on the CPU, from its micro-batches of every mini-batch; 0
         outside the mask. With --router-replay R2 the micro-batches keep the policy's routes."""
         model = getattr(self, which)
@@ -271,10 +269,11 @@ class Learner:
         iterate in step. Tensors are cast to `dtype` before they travel. to: the ranks that get them, by default all."""
         self.policy.reshard()  # a forward pass without backward leaves the root's parameters gathered: no DTensors
         held = self.parameters if frozen else self._changed
-        change = self.adapters.merger(self._trained, self.ranks.device) if self.adapters else as_it_is
-        if self.ranks.world_size > 1:
+        shards = self._shards if self.ranks.world_size > 1 else None
+        change = self.adapters.merger(self._trained, self.ranks.device, shards) if self.adapters else as_it_is
+        if shards:
             for sent_as, named in itertools.groupby(held.items(), lambda item: dtype_of(item[0], dtype)):
-                yield from self._shards.whole(dict(named), self.ranks.device, sent_as, to, change)
+                yield from shards.whole(dict(named), self.ranks.device, sent_as, to, change)
             return
         for name, parameter in held.items():
             yield name, change(name, local(parameter.data).to(self.ranks.device))
@@ -322,13 +321,8 @@ class Learner:
             torch.set_rng_state(torch.tensor(rank_state["rng"], dtype=torch.uint8))
 
 
-def _check_no_gradient(*xs: torch.Tensor) -> None:
-    """Let log-probs and entropy [n] raise a UserError in the backward pass if the loss's gradient there is not 0."""
-    for x in xs:
-        x.requires_grad_().register_hook(_refuse)
-
-
 def _refuse(grad: torch.Tensor) -> None:
+    """Raise UserError unless the loss's gradient of log-probs or entropies [n] is 0."""
     if grad.nan_to_num(nan=0.0).any():  # NaN comes from log-probs that are NaN, which are reported elsewhere
         raise UserError(
             "the loss trains responses whose advantages are all 0, but they have no backward pass. Take the line "

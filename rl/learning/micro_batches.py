@@ -6,6 +6,7 @@ and its targets at the tokens of a micro-batch: what `actor_loss` computes on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,9 @@ class MicroBatch:
 
             micro.routes = row_of_routes(batch, responses)
         return micro
+
+
+Micros = Sequence[Sequence[MicroBatch]]  # of each mini-batch
 
 
 def micro_batches(batch: Batch, members: torch.Tensor, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:

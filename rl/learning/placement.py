@@ -4,7 +4,6 @@ A rank that learns alone in fp32 on its own device does without FSDP (rl/learnin
 cast or to reduce, and FSDP would still copy weights and gradients, which takes a tenth or more of a small model's step.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -15,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.learning.args import LearnerArgs
 from rl.model.attention import dtype_of
-from rl.model.loading import fill, open_weights
+from rl.model.loading import fill, open_weights, places_of
 from rl.model.policy import LOGITS_KEPT, Policy, check_policy
 from rl.model.pretrained import empty_model, load_config
 from rl.ranks import dist
@@ -57,7 +56,7 @@ def load_policy(
         model.model.visual.requires_grad_(False)
     adapters = None
     if args.adapted and trainable:
-        from rl.adapters.lora import adapt  # late: no other run needs it
+        from rl.learning.adapters import adapt  # late: no other run needs it
 
         adapters = adapt(model, args, f"--model {path}")
     if trainable and args.gradient_checkpointing:
@@ -94,14 +93,11 @@ def load_policy(
 
 def _take_memory(policy: Policy, device: torch.device | str, tie: bool) -> None:
     """Allocate memory for all parameters, without values. tie: keep names of one parameter tied, which FSDP does on its own."""
-    names = defaultdict(list)
-    for name, parameter in policy.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
+    places = places_of(policy)
     policy.to_empty(device=device)
-    for first, *others in names.values() if tie else ():
-        for name in others:
-            module, _, leaf = name.rpartition(".")
-            setattr(policy.get_submodule(module), leaf, policy.get_parameter(first))
+    for (first, name), *others in places.values() if tie else ():
+        for module, leaf in others:
+            setattr(module, leaf, getattr(first, name))
 
 
 def _compute_as_sampled(policy: Policy) -> None:

@@ -92,13 +92,6 @@ class Packed:
 
         return Chain(*self._row, self.device)
 
-    @property
-    def work(self) -> tuple[int, int]:
-        """The row's tokens, and the pairs of a query and a key that attention computes in a layer, for each head."""
-        if "_buckets" in self.__dict__:
-            return self.tokens, sum(len(index) * (length + 1) // 2 for index, length in self._buckets[0])
-        return self.tokens, self._segments.pairs
-
     @functools.cached_property
     def _segments(self):
         from rl.model.attention_kernels import Segments

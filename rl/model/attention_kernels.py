@@ -47,12 +47,6 @@ class Segments:
     def __len__(self) -> int:
         return len(self.ends[0])
 
-    @property
-    def pairs(self) -> int:
-        """The pairs of a query and a key that a kernel computes in a layer, for each head."""
-        queries, keys = (np.diff(ends, prepend=0) for ends in self.ends)
-        return int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
-
     @functools.cached_property
     def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The ends of queries and of keys behind a 0, int32 [S + 1] each, on the device."""

@@ -25,16 +25,14 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
-from rl.ranks.all_to_all import AllToAll
 from rl.ranks.dist import Ranks, all_reduce_sum
+from rl.ranks.gathering import AllToAll
 
 NAMES = {"gate_up_proj", "down_proj"}  # an experts module's parameters, [E, ...] each
 
 
 def share_experts(ranks: Ranks, config: PretrainedConfig, size: int) -> Ranks:
     """The learners, of which every `size` neighbours share the experts. Raises UserError if these cannot be divided evenly."""
-    if size == 1:
-        return ranks
     given = f"--expert-parallel {size}"
     count = getattr(config.get_text_config(), "num_experts", None)
     if not count:
@@ -81,9 +79,8 @@ def divide_experts(model: nn.Module, ranks: Ranks, shard: dict) -> None:
 
 
 def _forward(experts: nn.Module, plain: nn.Module, group, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor):
-    """The output [t, d] of a layer's experts for hidden [t, d], given index and weight [t, K] of each token's experts: sends
-    each token to its experts, and their output back. `plain` is a copy of the module without parameters, for this rank's
-    experts. A collective of the group."""
+    """Sends each token, hidden [t, d], to its experts, index and weight [t, K], and their output [t, d] back. plain: a copy of
+    the module without parameters, for this rank's experts. A collective of the group."""
     own_experts = copy.copy(plain)
     own_experts.__dict__.update({name: getattr(experts, name).to_local() for name in NAMES})  # as FSDP has gathered them
     ranks = group.size()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from rl.model.kernel_check import differences, first_wrong
+from rl.model.kernel_check import differences, why_not
 from rl.ranks import device
 from rl.ranks.device import is_accelerator
 
@@ -71,11 +71,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 @cache
 def use(device: torch.device | str) -> bool:
     """Has transformers compute experts by the kernel if it exists and is right; otherwise a warning gives the reason."""
-    try:
-        reason = first_wrong(compared(torch.device(device)))
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
-        reason = str(error).splitlines()[0][:200]
-    if reason:
+    if reason := why_not(compared, device):
         warnings.warn(
             f"npu_grouped_matmul is not used ({reason}): experts are computed one after another, slower.", stacklevel=2
         )
@@ -84,8 +80,9 @@ def use(device: torch.device | str) -> bool:
     return True
 
 
-def compared(device: torch.device) -> dict[str, float]:
+def compared(device: torch.device | str) -> dict[str, float]:
     """The product's differences from a loop over the experts, one of which has no row."""
+    device = torch.device(device)  # which refuses an npu without torch-npu
     generator = torch.Generator().manual_seed(0)
     rows = [5, 0, 11, 16]
     x, weight = (torch.randn(size, generator=generator).bfloat16().to(device) for size in ((32, 64), (4, 96, 64)))

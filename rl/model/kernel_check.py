@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rl.ranks.device import is_out_of_memory
+
 # Largest relative difference. Rounding causes up to 0.01, in bf16; a wrong mask, sign or order much more than 0.05.
 TOLERANCE = 0.03
 
@@ -32,3 +34,17 @@ def first_wrong(found: dict[str, float]) -> str:
         if not off <= TOLERANCE:  # also true for NaN
             return f"its {name} differ from plain torch's by {off:.2g}, {TOLERANCE} is allowed"
     return ""
+
+
+def why_not(compared: Callable[..., dict[str, float]], *of) -> str:
+    """Return in a line why a kernel is not used: its `compared(*of)` fails or is too large; empty if it can be."""
+    try:
+        return first_wrong(compared(*of))
+    except Exception as error:  # no Triton or driver for this device; another version
+        if is_out_of_memory(error):
+            raise
+        return in_a_line(error)
+
+
+def in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

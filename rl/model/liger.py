@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.model.kernel_check import differences, first_wrong
-from rl.ranks.device import is_accelerator, is_out_of_memory
+from rl.model.kernel_check import differences, why_not
+from rl.ranks.device import is_accelerator
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Qwen3VLText")
 NORMS = {f"{family}RMSNorm" for family in FAMILIES}  # classes of transformers
@@ -58,12 +58,7 @@ def _mlp(module: nn.Module, x: Tensor) -> Tensor:
 @functools.cache
 def unused(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> str:
     """Return the reason why the kernels cannot be used here; empty if they can."""
-    try:
-        return first_wrong(compared(device, dtype, hidden, inner))
-    except Exception as error:  # no Triton or driver for this device; another version
-        if is_out_of_memory(error):
-            raise
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return why_not(compared, device, dtype, hidden, inner)
 
 
 def compared(device: torch.device, dtype: torch.dtype, hidden: int, inner: int) -> dict[str, float]:

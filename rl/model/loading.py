@@ -18,8 +18,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from rl.errors import UserError
-from rl.hub.names import Source, sources
-from rl.hub.tensor_reader import REMEDY, SINGLE, Stored, sample, stored_tensors
+from rl.hub import REMEDY, SINGLE, Source, Stored, sample, sources, stored_tensors
 from rl.model.pretrained import generation_config, layers, load_config, unfilled_model
 from rl.ranks import dist, launch, watchdog
 from rl.ranks.dist import Ranks
@@ -41,8 +40,7 @@ class Weights:
     def whole(self, name: str) -> torch.Tensor:
         """The parameter or buffer on the CPU, in the files' precision. Raise UserError if it is not finite."""
         source = self.sources[name]
-        tensors = [self._read(part) for part in source.names]
-        return source.whole(self.model, name, tensors) if source.convert else tensors[0]
+        return source.whole(self.model, name, [self._read(part) for part in source.names])
 
     def part(self, name: str, block: Block) -> torch.Tensor:
         """A part of the parameter, as `whole`."""
@@ -65,7 +63,7 @@ class Weights:
     def by_layer(self) -> Iterator[None]:
         """Give the model its weights in fp32: a layer's while the layer computes, those outside of layers all the time."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        places = _places(self.model)
+        places = places_of(self.model)
 
         def put(parameters: Iterable[nn.Parameter], filled: bool, *_) -> None:
             for parameter in parameters:
@@ -89,12 +87,10 @@ class Weights:
                 hook.remove()
 
 
-def load_weights(
-    path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True, name: str = "--model"
-) -> PreTrainedModel:
+def load_weights(path: str, dtype: torch.dtype, trust_remote_code: bool = False, say: bool = True) -> PreTrainedModel:
     """Return the model with its weights, on the CPU. Raise UserError as `open_weights` does."""
-    weights = open_weights(path, trust_remote_code, say, name)
-    places = _places(weights.model)
+    weights = open_weights(path, trust_remote_code, say)
+    places = places_of(weights.model)
     for of, parameter in list(weights.model.named_parameters()):
         filled = nn.Parameter(weights.whole(of).to(dtype, copy=True))  # out of the mapped file
         for module, leaf in places[parameter]:
@@ -102,7 +98,7 @@ def load_weights(
     return weights.model.eval()
 
 
-def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     """Return the modules that have each parameter, and its names in them. Tied ones have several."""
     places = {}
     for module in model.modules():

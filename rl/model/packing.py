@@ -4,13 +4,12 @@ import itertools
 
 import numpy as np
 import torch
+from torch import Tensor
 
 SIMILAR = 0.75  # sequences at least this fraction of the longest share a bucket: at most a third more cells than tokens
 
 
-def in_buckets(
-    begins: list[int], lengths: list[int]
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], torch.Tensor]:
+def in_buckets(begins: list[int], lengths: list[int]) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
     """Put sequences, which lie end to end, into buckets of similar length, the longest first. Return ([(numbers of its
     sequences [S], places of their tokens [S, L], which of these are real [S, L])], the cell of each token [K], with the buckets
     laid end to end)."""

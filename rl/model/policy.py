@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rl.errors import UserError
@@ -36,7 +36,7 @@ class Policy(nn.Module):
     """A causal language model over packed rows. It holds [tokens, vocabulary] only where that is small."""
 
     router = None  # of rl/model/router.py, in a mixture of experts
-    adapters = None  # of rl/adapters/lora.py, where the model has some
+    adapters = None  # of rl/learning/adapters.py, where the model has some
 
     def __init__(self, model: nn.Module, logits_kept: int = LOGITS_KEPT):
         super().__init__()
@@ -69,9 +69,9 @@ class Policy(nn.Module):
         hidden = self._hidden(inputs, layout, predict)
         head = self.model.lm_head
         if top:
-            return top_tokens(hidden, head, labels, temperature, *top, LOGITS_AT_ONCE)
+            return top_tokens(hidden, head, labels, temperature, *top)
         if labels.dim() > 1 or len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
-            return log_probs_at(hidden, head, labels, temperature, entropy, LOGITS_AT_ONCE)
+            return log_probs_at(hidden, head, labels, temperature, entropy)
         from rl.model.log_probs import ChunkedLogProbs  # late: small vocabularies do without
 
         kept = self.logits_kept if torch.is_grad_enabled() else 0
@@ -83,7 +83,7 @@ class Policy(nn.Module):
     def reshard(self) -> None:
         """Free the parameters that FSDP has gathered. FSDP replaces this method; without it there is nothing to free."""
 
-    def _hidden(self, inputs: dict, layout, predict) -> torch.Tensor:
+    def _hidden(self, inputs: dict, layout, predict) -> Tensor:
         """Return the hidden states that predict the tokens, [n, hidden]. A prompt's last one predicts the first token of each
         response: with `[predict]`, the backward pass of a CPU would add their gradients in the order in which threads come."""
         if self.takes_images:
@@ -96,26 +96,24 @@ class Policy(nn.Module):
 
 
 def top_tokens(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, count: int, below: int, elements: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float, count: int, below: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [n, d], labels [n] -> (log-prob of the labels [n], the `count` likeliest tokens [n, count] among those numbered
-    below `below`, their log-probs [n, count]), fp32. `elements` logits are computed at a time. No gradient."""
+    below `below`, their log-probs [n, count]), fp32. No gradient."""
 
-    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def of_part(part: Tensor, its_labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         log_probs = _log_softmax(part, head, temperature)
         values, tokens = log_probs[:, :below].topk(count, -1)
         return log_probs.gather(1, its_labels[:, None]).squeeze(1), tokens, values
 
-    return _by_chunks(of_part, hidden, head, labels, elements)
+    return _by_chunks(of_part, hidden, head, labels)
 
 
-def log_probs_at(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, temperature: float, entropy: str, elements: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, d], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n] as in rl/model/policy.py),
-    fp32. More logits than `elements` are computed in chunks, and once more in the backward pass."""
+def log_probs_at(hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float, entropy: str) -> tuple[Tensor, Tensor]:
+    """hidden [n, d], labels [n] or [n, m] -> (log-prob of the labels, in their shape, entropy [n] as in `forward`), fp32.
+    More logits than LOGITS_AT_ONCE are computed in chunks, and once more in the backward pass."""
 
-    def of_part(part: torch.Tensor, its_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_part(part: Tensor, its_labels: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = _log_softmax(part, head, temperature)
         one_each = its_labels.dim() == 1
         chosen = -F.nll_loss(log_probs, its_labels, reduction="none") if one_each else log_probs.gather(1, its_labels)
@@ -124,18 +122,18 @@ def log_probs_at(
         with torch.set_grad_enabled(entropy == "loss" and torch.is_grad_enabled()):
             return chosen, -(log_probs.exp() * log_probs).sum(-1)
 
-    if len(hidden) * len(head.weight) <= elements:
+    if len(hidden) * len(head.weight) <= LOGITS_AT_ONCE:
         return of_part(hidden, labels)
-    return _by_chunks(functools.partial(checkpoint, of_part, use_reentrant=False), hidden, head, labels, elements)
+    return _by_chunks(functools.partial(checkpoint, of_part, use_reentrant=False), hidden, head, labels)
 
 
-def _by_chunks(of_part: Callable, hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, elements: int) -> tuple:
-    rows = max(1, elements // len(head.weight))
+def _by_chunks(of_part: Callable, hidden: Tensor, head: nn.Linear, labels: Tensor) -> tuple:
+    rows = max(1, LOGITS_AT_ONCE // len(head.weight))
     found = map(of_part, hidden.split(rows), labels.split(rows))
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
-def _log_softmax(hidden: torch.Tensor, head: nn.Linear, temperature: float) -> torch.Tensor:
+def _log_softmax(hidden: Tensor, head: nn.Linear, temperature: float) -> Tensor:
     return (head(hidden).float() / temperature).log_softmax(-1)
 
 
@@ -181,7 +179,7 @@ def check_policy(policy, path: str, name: str = "--model") -> None:
         )
 
 
-def _by_transformers(model, ids: torch.Tensor) -> torch.Tensor:
+def _by_transformers(model, ids: Tensor) -> Tensor:
     """Return the log-probs [4, TOKENS] of the second halves of ids [4, 2 * TOKENS], by transformers' own attention."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values()
     ours = [config for config in configs if getattr(config, "_attn_implementation", None) == ATTENTION]

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import logging
 
 from rl.errors import UserError
-from rl.hub.tensor_reader import find
+from rl.hub import find
 from rl.model.attention import ATTENTION, check_supported, linear_layers
 from rl.ranks import device
 
@@ -171,7 +171,13 @@ def unfilled_model(config: PretrainedConfig, trust_remote_code: bool = False) ->
 
 
 def _from_config(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    options = computed(config) | {"trust_remote_code": trust_remote_code, "dtype": torch.float32}
+    """A vision tower attends within each image, by "sdpa"."""
+    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
+    options = {"trust_remote_code": trust_remote_code, "dtype": torch.float32, "attn_implementation": attention}
+    if has_experts(config) and device.kind() in device.LOOPED_EXPERTS:
+        from rl.model.grouped_experts import experts_implementation
+
+        options["experts_implementation"] = experts_implementation()
     return auto_class(config).from_config(config, **options)
 
 
@@ -187,17 +193,6 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def auto_class(config: PretrainedConfig) -> type:
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
-
-
-def computed(config: PretrainedConfig) -> dict[str, object]:
-    """Options of transformers: the ways in which layers are computed. A vision tower attends within each image, by "sdpa"."""
-    attention = {"text_config": ATTENTION, "vision_config": "sdpa"} if takes_images(config) else ATTENTION
-    options = {"attn_implementation": attention}
-    if has_experts(config) and device.kind() in device.LOOPED_EXPERTS:
-        from rl.model.grouped_experts import experts_implementation
-
-        options["experts_implementation"] = experts_implementation()
-    return options
 
 
 def _check_tokenizer(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
@@ -244,7 +239,7 @@ def end_token_ids(
 
 def generation_config(path: str, name: str = "--model") -> GenerationConfig | None:
     """The model's generation_config.json; None if it has none, as many models. Raise UserError if it cannot be read."""
-    if not (file := find(path, GENERATION, download=True)):
+    if not (file := find(path, GENERATION)):
         return None
     try:
         return GenerationConfig.from_pretrained(path)
@@ -269,10 +264,10 @@ def reason_of(error: BaseException) -> str:
     return " ".join((text or type(error).__name__).split())[:300]
 
 
-def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the model at `path`, which `flag` names. Raise UserError unless it equals that of the model at
-    `policy`: their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ
-    from 7B on). whose: the subject of the message, such as "A teacher"."""
+def check_second_model(path: str, args, policy: str, flag: str, whose: str) -> PreTrainedTokenizerBase:
+    """As `check_model`, of the model that `flag` names; return its tokenizer, which must equal that of the model at `policy`:
+    their tokens are compared, because models of one family may have embeddings of different lengths (Qwen2.5's differ from 7B
+    on). whose: the subject of the message, such as "A teacher"."""
     load_config(path, args.trust_remote_code, flag)  # first: without a model, a missing tokenizer is not the problem
     tokenizer = load_tokenizer(path, args.trust_remote_code, flag)
     ours = load_tokenizer(policy, args.trust_remote_code).get_vocab()
@@ -284,4 +279,5 @@ def check_vocabulary(path: str, args, policy: str, flag: str, whose: str) -> Pre
             f"{flag} {path}: its tokenizer is not that of --model {policy}: {len(differing):,} tokens differ, such as "
             f"{token!r} ({ids}). {whose} reads the policy's tokens: take a model of the same family."
         )
+    check_model(path, tokenizer, args, flag)
     return tokenizer

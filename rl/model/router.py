@@ -143,14 +143,9 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
     return {re.match(r".*layers\.\d+", name)[0]: gate for name, gate in gates.items()}
 
 
-def layer_numbers(model: nn.Module) -> list[int]:
-    """The numbers of the layers that have known routers."""
-    return [int(name.rpartition(".")[2]) for name in routers(model)]
-
-
 def check_replay(args, model: nn.Module, where: str) -> None:
-    """Raises UserError if routes are to be replayed and the model has no known router."""
-    if args.learner.router_replay != "off" and not routers(model):
+    """Raises UserError if the model, whose routes are to be replayed, has no known router."""
+    if not routers(model):
         raise UserError(
             f"{where}: --router-replay {args.learner.router_replay}, but {type(model).__name__} has no router that can be "
             f"replayed here (known are those of {', '.join(FAMILIES)}). Leave it out."
@@ -182,15 +177,13 @@ def routes_for(args, micro, device: torch.device) -> torch.Tensor | None:
     """The routes that the micro-batch replays, on the device. Raises UserError if the generator's are wanted and missing."""
     if args.router_replay == "R3" and micro.routes is None and micro.has_responses:
         raise UserError("--router-replay R3: the samples came without their routes. Generate them with the same flag.")
-    return None if args.router_replay == "off" or micro.routes is None else micro.routes.to(device)
+    return None if micro.routes is None else micro.routes.to(device)
 
 
-def row_of_routes(batch, responses: list[int]) -> torch.Tensor | None:
-    """The routes of a packed row as rl/learning/batch.py lays it out: [T, L, K] int16, UNKNOWN where nothing is recorded; None
-    for a batch without routes. The last token of a response was never an input of the generator's model."""
-    known = next((rows for rows in [*batch.prompt_routes, *batch.routes] if rows is not None), None)
-    if known is None:
-        return None
+def row_of_routes(batch, responses: list[int]) -> torch.Tensor:
+    """The routes of a packed row as rl/learning/batch.py lays it out: [T, L, K] int16, UNKNOWN where nothing is recorded. The
+    last token of a response was never an input of the generator's model."""
+    known = next(rows for rows in [*batch.prompt_routes, *batch.routes] if rows is not None)
     parts = []
     seen = set()
 

@@ -21,14 +21,12 @@ from transformers import PretrainedConfig
 
 from rl.errors import UserError
 from rl.model.attention import Packed
-from rl.ranks.all_to_all import AllToAll
 from rl.ranks.dist import Ranks
+from rl.ranks.gathering import AllToAll
 
 
 def share_sequences(ranks: Ranks, size: int) -> Ranks:
     """The learners, of which every `size` neighbours share their micro-batches. Raises UserError if some are left over."""
-    if size == 1:
-        return ranks
     if ranks.world_size % size:
         raise UserError(
             f"--sequence-parallel {size} does not divide the {ranks.world_size} learners. Take a divisor of their number."
@@ -68,11 +66,6 @@ class Piece:
         """[T, ...] -> [t, ...]: this rank's part, with `padding` behind the row's end."""
         own = x[self.begin : self.begin + self.size]
         return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
-
-    @property
-    def work(self) -> tuple[int, float]:
-        """As `Packed.work`, for this rank, which has a part of the tokens and of the heads."""
-        return self.size, self.row.work[1] / self.sharing
 
     def attend(self, layer: int, query, key, value, scaling: float) -> torch.Tensor:
         """Causal attention within each sequence of the whole row. query [t, H, D]; key, value [t, H_kv, D]; -> [t, H, D]."""

@@ -50,8 +50,7 @@ class RowImages:
         return RowImages(_joined(grid).view(-1, 3), _joined(places), _joined(feature), files)
 
     def within(self, begin: int, end: int) -> "RowImages":
-        """The images of these tokens, for the rank that has only this part of the row. An image that lies across a border is
-        computed by both ranks."""
+        """The images of a rank's part of the row. One that lies across a border is computed by both ranks."""
         counts = torch.tensor([images.token_counts[number] for images, number in self.files], dtype=torch.long)
         here = (self.places >= begin) & (self.places < end)
         feature = self.feature[here]
@@ -116,8 +115,11 @@ def language_inputs(base: nn.Module, input_ids: Tensor, images: RowImages | None
     device = input_ids.device
     pixels = images.pixels()
     grid = images.grid
-    if pixels is None:
-        pixels, grid = _zeros(base.visual.config)
+    if pixels is None:  # the smallest image, all zeros: one token
+        config = base.visual.config
+        merge = config.spatial_merge_size
+        pixels = torch.zeros(merge**2, config.in_channels * config.temporal_patch_size * config.patch_size**2)
+        grid = torch.tensor([[1, merge, merge]])
     found = base.get_image_features(pixels.to(device), grid.to(device), return_dict=True)
     levels = (found.pooler_output, *getattr(found, "deepstack_features", ()))
     # [features, hidden] each; transformers before 5.6 gives the deeper ones whole, later ones image by image
@@ -146,10 +148,3 @@ def embed_by_product(model: nn.Module) -> None:
 def _embedded(conv: nn.Conv3d, pixels: Tensor) -> Tensor:
     """pixels [patches, values of a patch] -> [patches, hidden]."""
     return F.linear(pixels.to(conv.weight.dtype), conv.weight.flatten(1), conv.bias)
-
-
-def _zeros(config) -> tuple[Tensor, Tensor]:
-    """(pixels, grid) of the smallest image, all zeros: one token."""
-    merge = config.spatial_merge_size
-    values = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return torch.zeros(merge**2, values), torch.tensor([[1, merge, merge]])

@@ -25,11 +25,12 @@ os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")  # a rank asks the store 
 # Before torch's first attention: on the newest GPUs it prefers cuDNN's, which takes tens of milliseconds to plan each length of
 # the keys, and in decoding the length grows by one each step
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+# of process groups of ranks on such devices; all can also send host tensors
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 HALF = {torch.float16, torch.bfloat16}
 # Kernels for attention over packed rows (rl/model/attention_kernels.py): name, precisions, most segments, largest head
 PACKED_ATTENTION = {"cuda": ("flash", HALF, 2**31, 256), "npu": ("fusion", HALF | {torch.float32}, 1000, 768)}
-# Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/kernels.py)
+# Precisions in which flash-linear-attention, if installed, computes gated delta nets (rl/model/hybrid/rule.py)
 DELTA_RULE = {"cuda": HALF, "npu": HALF}
 LOOPED_EXPERTS = {"npu"}  # kinds on which torch computes grouped products one after another (rl/model/grouped_experts.py)
 # Dense peak in bf16, FLOP/s, from the makers' data sheets; the denominator of MFU. An unknown device has no MFU.
@@ -140,11 +141,6 @@ def moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def gathers_to_one(device: torch.device) -> bool:
     """Return whether a gather sends only to the receiving rank. HCCL's sends to all, after a pickled broadcast of shapes."""
     return device.type != "npu"
-
-
-def backend(device: torch.device) -> str:
-    """Return the backend of a process group of ranks on such devices. Every backend can also send host tensors."""
-    return BACKENDS[device.type]
 
 
 # ---------------------------------------------------------------------------------------------------------- time and memory

@@ -15,9 +15,8 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  
 
 
 def check_own(store: dist.Store, members: range, rank: int, device: torch.device, role: str) -> None:
-    """Raise UserError if ranks of one role on this node share a device, since their collectives need one each. members: the
-    ranks of that role on this node, each of which calls this with its own device. A launcher may show each rank only its own
-    device."""
+    """Raise UserError if ranks of one role on this node share a device, since their collectives need one each. members: all
+    ranks of that role on this node. Collective."""
     if not is_accelerator(device):
         return
     store.set(f"device/of/{rank}", _number_in_node(device))

@@ -82,7 +82,7 @@ def init(hang_timeout: float = 0) -> Ranks:
         from rl.ranks.device_groups import check_own  # late: a CPU is shared
 
         check_own(store, range(here.first, here.first + here.local_world_size), here.rank, own_device, "rank")
-    backend = device.backend(own_device)
+    backend = device.BACKENDS[own_device.type]
     dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
     return Ranks(here.rank, here.world_size, here.local_rank, own_device)
 

@@ -32,8 +32,7 @@ class Launch:
 
 
 def check() -> None:
-    """Raise UserError if the environment has only some of torchrun's variables: this process would take itself for the only
-    rank."""
+    """Raise UserError if the environment has only some of torchrun's variables: every process would be the only rank."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in needed if name in os.environ]
     missing = [name for name in needed if name not in given]

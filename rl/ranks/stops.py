@@ -198,8 +198,7 @@ def _wait_for_sigterm(read: int) -> None:
 
 
 def _ask() -> str:
-    """Ask the job to stop, after a SIGTERM to this rank. Return when this rank is to end at once: the reason, or an empty
-    string if it has been printed."""
+    """Ask the job to stop, after a SIGTERM to this rank. Return the reason to end at once; empty if it has been printed."""
     me = launch.place()
     deadline = time.monotonic() + SECONDS
     try:

@@ -65,9 +65,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """step: after which the validated weights were published."""
-        self.log(step, metrics)
+    log_validation = log  # step: after which the validated weights were published
 
     def log_generations(self, step: int, rows: list[dict]) -> None:
         """Show responses of a validation. rows: with validations.COLUMNS."""

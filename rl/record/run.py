@@ -6,6 +6,7 @@ a crash loses nothing; NaN and infinities are null, which every JSON reader take
 """
 
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -77,27 +78,18 @@ class Origin:
 class Run:
     """One run's record. On ranks other than 0 (`enabled=False`) only the timers work."""
 
-    def __init__(
-        self,
-        args,
-        hardware: dict,
-        total_steps: int,
-        enabled: bool,
-        script: str,
-        origin: Origin | None = None,
-        notes: dict | None = None,
-    ):
-        """args: a script's. origin: the run that resumes, in its directory. notes: for config.json. Raise UserError if there is
-        no place for the directory."""
+    def __init__(self, args, job, hardware: dict, enabled: bool, origin: Origin | None = None):
+        """job: its Job. origin: the run that resumes, in its directory. Raise UserError if that cannot be written."""
         self.timer = Timers()
-        self.enabled, self.total_steps = enabled, total_steps
+        self.enabled = enabled
         self.dir = origin.run_dir if origin else Path(args.log.output_dir)
         if not enabled:
             return
-        record = _strict(provenance.describe_run(args, hardware, script) | {"total_steps": total_steps} | (notes or {}))
+        total_steps = job.total_steps
+        record = _strict(provenance.describe_run(args, hardware, job.script) | {"total_steps": total_steps} | job.notes)
         first_step = origin.step + 1 if origin and origin.checkpoint else 0
         if not origin:
-            default = f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+            default = f"{job.script}-{time.strftime('%Y%m%d-%H%M%S')}"
             self.dir = new_directory(Path(args.log.output_dir), args.log.experiment_name or default)
         name = f"config_from_{first_step:06d}.json" if origin else "config.json"
         self._lock = _lock(self.dir)
@@ -113,7 +105,7 @@ class Run:
         self._console = ConsoleLog(total_steps)  # last: the others may print
         if origin:
             self.say(f"resumes after step {origin.step} of {total_steps}: {origin.checkpoint or 'nothing was saved before'}")
-        elif self.dir != Path(args.log.output_dir) / (args.log.experiment_name or "") and "replay" not in (notes or {}):
+        elif self.dir != Path(args.log.output_dir) / (args.log.experiment_name or "") and "replay" not in job.notes:
             name = os.path.relpath(self.dir, args.log.output_dir)
             self.say(f"run {self.dir} (resume with --experiment-name {name})")
 
@@ -145,13 +137,11 @@ class Run:
 
     def log_tickets(self, step: int, trained: list[int], **others: list[int]) -> None:
         """Record in tickets.jsonl which tickets the step trained, and the others by their fate."""
-        if self.enabled:
-            self._append(TICKETS, {"step": step, "trained": trained, **others})
+        self._append(TICKETS, {"step": step, "trained": trained, **others})
 
     def log_groups(self, step: int, groups: list[dict]) -> None:
         """Record in groups.jsonl what a step trains on, without tokens: prompts, scores, lengths."""
-        if self.enabled:
-            self._append(GROUPS, {"step": step, "groups": groups})
+        self._append(GROUPS, {"step": step, "groups": groups})
 
     def log_generations(self, step: int, rows: list[dict], shown: int) -> None:
         """Write val_generations/step_<step>.jsonl, a line per response, and show the first ones in a table of the loggers."""
@@ -194,6 +184,8 @@ class Run:
         print(f"{plot} plot {plot_reward(self.dir / METRICS, self.dir / f'{plot}.png')}", flush=True)
 
     def _append(self, name: str, record: dict) -> None:
+        if not self.enabled:
+            return
         try:
             with open(self.dir / name, "ab") as file:
                 file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
@@ -238,7 +230,7 @@ def _forget_from(jsonl: Path, step: int) -> None:
 
 def new_directory(parent: Path, name: str) -> Path:
     """Make parent/name, or name-2, name-3, ... if it is taken: two runs never share one. Raise UserError if that fails."""
-    for i in range(1, 10_000):
+    for i in itertools.count(1):
         path = parent / (name if i == 1 else f"{name}-{i}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +242,6 @@ def new_directory(parent: Path, name: str) -> Path:
             raise UserError(f"--output-dir {parent}: {error.filename} is a file. Choose another.") from error
         except OSError as error:
             raise UserError(f"--output-dir {parent}: {path} cannot be made ({error.strerror}). Choose another.") from error
-    raise UserError(f"{parent / name}: 10,000 runs of this name. Choose another --experiment-name.")
 
 
 def _strict(value):
@@ -371,8 +362,7 @@ class ConsoleLog:
 
 
 def _mean(name: str, steps: list[dict[str, float]]) -> float | None:
-    """Return the steps' mean of a metric; None if no step has it. tokens/s: of all ranks; perf/throughput is per rank, as in
-    verl."""
+    """Return the steps' mean of a metric; None if no step has it. tokens/s is of all ranks, perf/throughput of one."""
     seconds = "perf/time_per_step"
     if name == "tokens/s":
         timed = [row for row in steps if row.get(seconds)]

@@ -83,7 +83,7 @@ def test_statistics_are_means_over_the_trained_tokens():
     means = whole_batch.LossMeans(batch)
     for mask, x in (([True, False], [1.0, 9.0]), ([True, True], [4.0, 4.0])):
         tokens = SimpleNamespace(mask=torch.tensor(mask), index=torch.arange(2), forward_only=False)
-        means.gather(tokens, {}, {"x": torch.tensor(x)})
+        means.add(tokens, None, {}, {"x": torch.tensor(x)})
     means.end_update({"actor/grad_norm": 1.0})
     assert means.metrics()["actor/x"] == 3
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CONFIGS, ROOT, command, documented_metrics, environment, run_script
+from helpers import CONFIGS, ROOT, command, documented_metrics, environment, job_of, run_script
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig, Qwen2_5_VLConfig
 
 import train_sync
@@ -30,7 +30,7 @@ class Args(train_sync.Args):
 
 def make(tmp_path, origin=None, **flags):
     args = parts.make(Args, output_dir=str(tmp_path), lr=0.5, **flags)
-    return Run(args, {"device": "cpu"}, total_steps=3, enabled=True, script="script", origin=origin)
+    return Run(args, job_of(3), {"device": "cpu"}, enabled=True, origin=origin)
 
 
 def refuse(constant):
@@ -66,7 +66,7 @@ def test_two_runs_never_share_a_directory(tmp_path):
 def test_an_unnamed_run_prints_the_name_to_resume_with(tmp_path, capsys, name):
     """If a name is taken, the next run with it gets a directory with another name."""
     for number in (1, 2):
-        run = Run(parts.make(train_sync.Args, output_dir=str(tmp_path / "runs"), experiment_name=name), {}, 1, True, "script")
+        run = Run(parts.make(train_sync.Args, output_dir=str(tmp_path / "runs"), experiment_name=name), job_of(1), {}, True)
         printed = capsys.readouterr().out
         assert bool(printed) == (number > 1 or not name)
         if printed:
@@ -91,7 +91,7 @@ def test_config_says_what_ran(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    run = Run(parts.make(Args, output_dir=str(tmp_path / "runs")), {}, 3, enabled=False, script="script")
+    run = Run(parts.make(Args, output_dir=str(tmp_path / "runs")), job_of(3), {}, enabled=False)
     with run.timer("gen"):
         pass
     assert run.timer.seconds["gen"] >= 0
@@ -200,10 +200,12 @@ def test_the_docs_have_no_metric_that_is_gone():
 
 DISPLAY = """
 import sys
+from types import SimpleNamespace
 import train_sync
 from rl import parts
 from rl.record.run import Run
-run = Run(parts.make(train_sync.Args, output_dir=sys.argv[1]), {}, 3, True, "script")
+job = SimpleNamespace(script="script", total_steps=3, notes={})
+run = Run(parts.make(train_sync.Args, output_dir=sys.argv[1]), job, {}, True)
 run.log(0, {"val-core/demo/acc/mean@1": 0.34})
 for step in (1, 2, 3):
     run.log(step, {"critic/score/mean": 0.1 * step, "perf/total_num_tokens": 617.0, "perf/time_per_step": 0.5})

@@ -15,7 +15,7 @@ import losses
 import train_sync
 from rl import parts
 from rl.algorithm.metrics import Fates
-from rl.algorithm.teacher import Teacher, TeacherRows, check_teacher
+from rl.algorithm.teacher import Teacher, check_teacher
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
@@ -60,7 +60,7 @@ def taught(path: str, ranks, ids_of=None, top_k: int = K, teacher: str = "", **m
     if teacher:
         learner.teacher = Teacher(learner.load_frozen(teacher, "teacher"), top_k)
     else:
-        learner.teacher = Teacher(learner.policy, top_k, TeacherRows(ids_of))
+        learner.teacher = Teacher(learner.policy, top_k, ids_of)
     return learner
 
 

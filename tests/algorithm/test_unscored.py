@@ -16,7 +16,7 @@ from trainer import ESTIMATORS, Trainer, learn_and_report
 import train_sync
 from rl import parts
 from rl.algorithm.metrics import validation_metrics
-from rl.checkpoint.best import Best
+from rl.checkpoint.saver import Best
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
 from rl.generation.generator import Generator

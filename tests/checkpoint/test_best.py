@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.checkpoint.best import Best
 from rl.checkpoint.files import STATE, TRAINING, checkpoints, step_of
+from rl.checkpoint.saver import Best
 
 
 @pytest.fixture

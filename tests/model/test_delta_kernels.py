@@ -11,7 +11,7 @@ from test_delta_net import differences, in_double, micro_batch, recurrence  # no
 from transformers import Qwen3_5TextConfig
 
 from rl.generation.embedded.states import FillingChain, States
-from rl.model.hybrid import kernels
+from rl.model.hybrid.rule import LENGTHS, PACKAGE, _checked, choose_rule, compared, packed_rule, unused
 from rl.model.kernel_check import TOLERANCE
 from rl.ranks.device import DELTA_RULE
 
@@ -58,11 +58,11 @@ def on_cpu(monkeypatch):
         else:
             monkeypatch.setitem(sys.modules, "fla", None)  # an ImportError
         monkeypatch.setitem(DELTA_RULE, "cpu", set(precisions) or {torch.bfloat16})
-        kernels._checked.cache_clear()
+        _checked.cache_clear()
         CALLS.clear()
 
     yield give
-    kernels._checked.cache_clear()
+    _checked.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------------------- the check
@@ -115,19 +115,19 @@ WRONG = {
 def test_what_is_right_is_used(dtype, on_cpu):
     on_cpu(chunk_gated_delta_rule, dtype)
     with torch.inference_mode():  # as in an engine's first prefill
-        assert kernels.unused(CONFIG, dtype, CPU) == ""
+        assert unused(CONFIG, dtype, CPU) == ""
     row = torch.zeros(1, 1, 16, dtype=dtype)
-    assert kernels.packed_rule(row, row) is chunk_gated_delta_rule
-    off = kernels.compared(chunk_gated_delta_rule, CPU, dtype, 16, 16)
+    assert packed_rule(row, row) is chunk_gated_delta_rule
+    off = compared(chunk_gated_delta_rule, CPU, dtype, 16, 16)
     assert max(off.values()) < TOLERANCE / 3 and len(off) == 2 + 6
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_not_used(fault, on_cpu):
     on_cpu(WRONG[fault])
-    assert "differ from plain torch's by" in kernels.unused(CONFIG, torch.bfloat16, CPU)
+    assert "differ from plain torch's by" in unused(CONFIG, torch.bfloat16, CPU)
     row = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
-    assert kernels.packed_rule(row, row) is None
+    assert packed_rule(row, row) is None
 
 
 def raises(*_, **__):
@@ -146,14 +146,12 @@ def raises(*_, **__):
 )
 def test_what_cannot_be_used_is_said(rule, dtype, why, on_cpu, capsys):
     on_cpu(rule)
-    assert why in kernels.unused(CONFIG, dtype, CPU)
-    kernels.choose_rule(CONFIG, dtype, CPU, say=False)
+    assert why in unused(CONFIG, dtype, CPU)
+    choose_rule(CONFIG, dtype, CPU, say=False)
     assert not capsys.readouterr().out
-    kernels.choose_rule(CONFIG, dtype, CPU, say=True)
+    choose_rule(CONFIG, dtype, CPU, say=True)
     said = capsys.readouterr().out
-    assert (
-        why in said and (rule is None) == (kernels.PACKAGE in said) and said.startswith("warning: ") and said.count("\n") == 1
-    )
+    assert why in said and (rule is None) == (PACKAGE in said) and said.startswith("warning: ") and said.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------------ packed rows
@@ -164,7 +162,7 @@ def test_a_packed_row_by_the_kernel_is_its_sequences(in_double, on_cpu):  # noqa
     on_cpu(chunk_gated_delta_rule, torch.float64)
     log_probs, of_gradients = differences("Qwen3_5TextConfig", *micro_batch({1: 1, 2: 3, 65: 4}, (1, 9), longest=70))
     assert log_probs <= 1e-10 and of_gradients <= 1e-9
-    assert [len(kernels.LENGTHS), 3, 7] == CALLS, "the check; prompts; responses, of which one is empty"
+    assert [len(LENGTHS), 3, 7] == CALLS, "the check; prompts; responses, of which one is empty"
 
 
 def test_a_prefill_by_the_kernel_leaves_the_same_states(on_cpu):
@@ -180,4 +178,4 @@ def test_a_prefill_by_the_kernel_leaves_the_same_states(on_cpu):
     on_cpu(chunk_gated_delta_rule)
     for found, expected in zip(filled(), own, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    assert [len(kernels.LENGTHS), 3] == CALLS
+    assert [len(LENGTHS), 3] == CALLS

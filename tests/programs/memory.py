@@ -84,9 +84,9 @@ def of_one(ranks: dist.Ranks) -> None:
         step(learner)
     with Peak() as peaks["publish"]:
         publisher = publish(learner, ranks, torch.float32)  # noqa: F841  (it has the copy)
-    identity = SimpleNamespace(record={})
-    run = SimpleNamespace(dir=out, total_steps=9, say=said.append)
-    writer = saver.Saver(train_sync.Args(), run, identity, learner, tokenizer, None)
+    job = SimpleNamespace(tokenizer=tokenizer, prompts=SimpleNamespace(prep=None))
+    run = SimpleNamespace(dir=out, say=said.append)
+    writer = saver.Saver(train_sync.Args(), job, run, {}, learner, None)
     available, host.available_memory = host.available_memory, lambda: 0
     for number, name in enumerate(["short", "short again", "first", "second", "last"], start=5):
         if name == "first":

@@ -13,7 +13,7 @@ LAYERS = [
     ["errors", "printable", "masking", "background"],
     ["parts", "images"],
     ["user_code"],
-    ["ranges", "class_check"],
+    ["ranges"],
     ["ranks"],
     ["transport"],
     ["split"],
@@ -23,7 +23,6 @@ LAYERS = [
     ["flags_help"],
     ["flags"],
     ["model"],
-    ["adapters"],
     ["record"],
     ["samples"],
     ["generation", "learning"],
@@ -125,10 +124,10 @@ def test_a_folder_has_a_sign_and_few_files(folder):
 @pytest.mark.slow
 def test_a_start_of_plain_training_imports_no_room_of_a_feature():
     """Imported where a flag or the model asks for it."""
-    rooms = """adapters algorithm.critic algorithm.staleness algorithm.teacher algorithm.words checkpoint.push checkpoint.resume
+    rooms = """algorithm.critic algorithm.staleness algorithm.teacher algorithm.words checkpoint.push checkpoint.resume
         data.demonstrations data.files data.image_prompts data.teacher_prompts environments.named environments.pool
-        generation.episodes generation.vllm learning.batch_images learning.compact_adamw model.attention_kernels
-        model.compiled model.expert_parallel model.hybrid model.liger model.router model.sampling_mask
+        generation.episodes generation.vllm learning.adapters learning.batch_images learning.compact_adamw
+        model.attention_kernels model.compiled model.expert_parallel model.hybrid model.liger model.router model.sampling_mask
         model.sequence_parallel model.vision_forward record.loggers rewards.outages rewards.scorers
         rewards.trl_functions samples.split_schedule split split_run supervised transport images"""
     names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader", "user_code"]

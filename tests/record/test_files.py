@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers import job_of
 
 import train_sync
 from rl import parts
@@ -17,7 +18,7 @@ def records(path: Path) -> list[int]:
 
 
 def start(tmp_path: Path, origin: Origin | None = None) -> Run:
-    return Run(parts.make(train_sync.Args, output_dir=str(tmp_path), experiment_name="run"), {}, 9, True, "script", origin)
+    return Run(parts.make(train_sync.Args, output_dir=str(tmp_path), experiment_name="run"), job_of(9), {}, True, origin)
 
 
 def test_a_record_that_cannot_be_written_ends_the_run_with_a_sentence(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import train
+from helpers import job_of, train
 from matplotlib.axes import Axes
 from safetensors.torch import load_file
 
@@ -45,7 +45,7 @@ def accuracies(run: Path) -> dict[int, float]:
 
 def make_run(tmp_path, origin=None, logger=("tensorboard",), **flags) -> Run:
     args = make(train_sync.Args, output_dir=str(tmp_path), logger=logger, **flags)
-    return Run(args, {"device": "cpu"}, total_steps=9, enabled=True, script="script", origin=origin)
+    return Run(args, job_of(9), {"device": "cpu"}, enabled=True, origin=origin)
 
 
 def log(run: Run, step: int, *arrived: tuple[int, float]) -> None:

@@ -168,10 +168,16 @@ def with_routes(group, draw: Callable):
     return replace(group, prompt_routes=of_prompt, responses=responses)
 
 
+def job_of(steps: int):
+    """Return what a run's record reads of a job."""
+    return SimpleNamespace(script="script", total_steps=steps, notes={})
+
+
 def save_once(learner, run: Path, args, saver: type, steps: Sequence[int] = (1,), say=print):
     """Save checkpoints of a learner without a run, to their end; return what saved them."""
-    about, tokenizer = SimpleNamespace(dir=run, total_steps=9, say=say), SimpleNamespace(save_pretrained=lambda _: None)
-    writer = saver(args, about, SimpleNamespace(record={}), learner, tokenizer, None)
+    about, prompts = SimpleNamespace(dir=run, say=say), SimpleNamespace(prep=None)
+    job = SimpleNamespace(tokenizer=SimpleNamespace(save_pretrained=lambda _: None), prompts=prompts)
+    writer = saver(args, job, about, {}, learner, None)
     for step in steps:
         writer.save(step, {})
     writer.wait()

@@ -128,7 +128,7 @@ class Checks:
     def _delta_rule(self, config) -> None:
         """Report the kernels of a hybrid model's gated delta nets, which the learner has compared with plain torch when it
         started."""
-        from rl.model.hybrid.kernels import PACKAGE, unused
+        from rl.model.hybrid.rule import PACKAGE, unused
 
         if why := unused(config, self.dtype, self.device):
             self.report("delta rule", SLOW, f"plain torch, not flash-linear-attention: {why}", f"install {PACKAGE}")

@@ -10,7 +10,7 @@ import torch
 import vllm
 from vllm.distributed.parallel_state import get_tp_group
 
-from rl.model.router import as_record, layer_numbers, routers
+from rl.model.router import as_record, routers
 
 
 def settings_of_routes(on_accelerator: bool) -> dict[str, object]:
@@ -24,7 +24,7 @@ class ChosenExperts:
     def __init__(self, engine: "vllm.LLMEngine", model: torch.nn.Module, on_cpu: bool):
         """model: transformers' model of the same config, which shows the layers with routers."""
         self.engine = engine
-        self.layers = layer_numbers(model)
+        self.layers = [int(name.rpartition(".")[2]) for name in routers(model)]
         self.experts = next(iter(routers(model).values())).num_experts
         self._captured: dict[str, np.ndarray] | None = None  # on a CPU: request -> [m, L, K] so far
         if on_cpu:

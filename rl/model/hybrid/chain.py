@@ -1,8 +1,7 @@
 """A packed row as gated delta nets (delta_net.py) see it: its sequences, each with a convolution and a state of its own.
 
 A segment begins with the last K - 1 inputs and the final state of the segment in front of it, so that the n responses to a
-prompt share the prompt's computation, and autograd sums the gradients of its n copies. The rule is flash-linear-attention's if
-the device has it (kernels.py), else our own (rule.py).
+prompt share the prompt's computation, and autograd sums the gradients of its n copies.
 """
 
 import functools
@@ -13,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.hybrid.kernels import packed_rule, recurred_by
-from rl.model.hybrid.rule import chunked, wide
+from rl.model.hybrid.rule import chunked, packed_rule, recurred_by, wide
 from rl.model.packing import in_buckets
 
 
@@ -43,9 +41,8 @@ class Wave:
 
     @functools.cached_property
     def _buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor]:
-        """(for each bucket of similar length: its segments' numbers [B], its tokens [B, L], which repeat the last one behind a
-        segment's end, and which of them are real [B, L]; the place of each token's output, and of each segment's state, with
-        the buckets end to end)."""
+        """(for each bucket: see `in_buckets`; the place of each token's output, and of each segment's state, with the buckets
+        end to end)."""
         device, (found, cell_of) = self.tokens.device, in_buckets(self.ends.tolist(), self.ends.diff().tolist())
         numbers = torch.cat([members for members, *_ in found])
         buckets = [tuple(x.to(device) for x in bucket) for bucket in found]

@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import make_group, plain_log_probs, train
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_vlm import save_vlm
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from rl.adapters import lora
-from rl.adapters.files import stored_name, write_config
-from rl.adapters.lora import AdaptedLinear
 from rl.errors import UserError
 from rl.generation.embedded.engine import TransformersEngine
+from rl.learning.adapters import AdaptedLinear, check_model
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
@@ -127,11 +125,7 @@ def test_peft_reads_what_is_written(models, ranks, tmp_path):
     peft = pytest.importorskip("peft")
     for kind, rank, target in [*CASES[:3], CASES[4]]:
         learner, directory = learner_of(models[kind], ranks, lora_rank=rank, lora_target=target), tmp_path / kind
-        directory.mkdir()
-        own = own_tensors(learner)
-        save_file({stored_name(name): tensor for name, tensor in own.items()}, directory / "adapter_model.safetensors")
-        adapters = learner.adapters
-        write_config(directory, adapters.args, adapters.names, learner.policy.model, models[kind])
+        learner.adapters.save(directory, own_tensors(learner), learner.policy.model, models[kind])
         merged = AutoModelForCausalLM.from_pretrained(models[kind])
         theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models[kind]), directory)
         for name, weight in learner.weights():
@@ -176,7 +170,7 @@ def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
     def refuse(model: str, *words: str, **flags) -> None:
         args = LearnerArgs(**{"lora_rank": 4} | flags)
         with pytest.raises(UserError) as error:
-            lora.check_model(empty_model(load_config(model)), args, "--model X")
+            check_model(empty_model(load_config(model)), args, "--model X")
         assert all(word in str(error.value) for word in words)
 
     refuse(models["qwen3"], "--lora-target query", "q_proj", lora_target=("q_proj", "query"))

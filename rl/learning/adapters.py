@@ -5,16 +5,20 @@ layers.
 
 A and B are parameters of the layer itself, whose class is changed in place: every other parameter keeps its name, so files,
 shards, publishes and checkpoints need no translation. peft wraps each layer in a module, which renames all parameters. Values
-and gradients equal peft's to the bit (tests/adapters). Left out: adapters of a mixture's experts, which are not linear layers,
-of the vision tower, of the embedding and of the output layer.
+and gradients equal peft's to the bit (tests/learning/test_lora.py). A checkpoint also has the adapters in peft's format.
+Left out: adapters of a mixture's experts, which are not linear layers, of the vision tower, of the embedding and of the output
+layer; starting from adapters on disk.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl.errors import UserError
@@ -28,7 +32,7 @@ ALL_LINEAR = ("all-linear",)  # the default of --lora-target
 class AdaptedLinear(nn.Linear):
     """An nn.Linear that was given an adapter in place (`adapt`): lora_A [rank, in], lora_B [out, rank]."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]"""
         out = F.linear(x, self.weight, self.bias)
         if not self.adapters.on:
@@ -43,24 +47,17 @@ class Adapters:
         """args: AdapterArgs of rl/learning/args.py. names: the layers that have an adapter."""
         self.args = args
         self.names = list(names)
+        self.tensors = [f"{name}.{part}" for name in names for part in ("lora_A", "lora_B")]  # the adapters' parameters
         self.scale = args.lora_alpha / args.lora_rank
         self.weights = {f"{name}.weight" for name in names}  # the parameters that the adapters change
         self.on = True
-        self._shards: Shards | None = None
-
-    @property
-    def tensors(self) -> list[str]:
-        """The names of the adapters' parameters."""
-        return [f"{name}.{part}" for name in self.names for part in ("lora_A", "lora_B")]
 
     def in_words(self, model: nn.Module) -> str:
         """Return a line about the trained parameters."""
         own = sum(model.get_parameter(name).numel() for name in self.tensors)
-        all_of_it = sum(parameter.numel() for parameter in model.parameters())
-        layers = len(self.names)
-        return (
-            f"adapters: rank {self.args.lora_rank} in {layers} linear layers, {own:,} of {all_of_it:,} parameters are trained"
-        )
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        layers = f"rank {self.args.lora_rank} in {len(self.names)} linear layers"
+        return f"adapters: {layers}, {own:,} of {whole:,} parameters are trained"
 
     @torch.no_grad()
     def begin(self, model: nn.Module, seed: int) -> None:
@@ -80,26 +77,20 @@ class Adapters:
         return WithoutAdapters(policy)
 
     @torch.no_grad()
-    def merger(self, held: dict[str, torch.Tensor], device: torch.device) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    def merger(self, held: dict[str, Tensor], device: torch.device, shards: Shards | None) -> Callable[[str, Tensor], Tensor]:
         """Return a function (a parameter's name, this rank's rows of it) -> these rows with the adapter's current values,
-        fp32(W) + scale * B A, or unchanged if there is none. held: the adapters' tensors, sharded, by name. A collective."""
-        b = {name: local(held[name].data).to(device) for name in self.tensors if name.endswith("lora_B")}
-        return self.merge(self.whole_a(held, device), b)
-
-    @torch.no_grad()
-    def whole_a(self, held: dict[str, torch.Tensor], device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Return every lora_A [rank, in] in fp32 on the device, by name. held: as for `merger`. A collective."""
+        fp32(W) + scale * B A, or unchanged if there is none. held: the adapters' tensors by name, sharded as `shards` says;
+        None: whole. A collective."""
         thin = {name: held[name].data for name in self.tensors if name.endswith("lora_A")}
-        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-            return {name: local(tensor).to(device, torch.float32) for name, tensor in thin.items()}
-        self._shards = self._shards or Shards(thin)
-        return dict(self._shards.whole(thin, torch.device(device), torch.float32))
+        alone = ((name, local(tensor).to(device, torch.float32)) for name, tensor in thin.items())
+        b = {name: local(held[name].data) for name in self.tensors if name.endswith("lora_B")}
+        return self.merge(dict(shards.whole(thin, device, torch.float32) if shards else alone), b)
 
-    def merge(self, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        """Return as `merger` does. a: from `whole_a`; b: this rank's rows of every lora_B, by name."""
+    def merge(self, a: dict[str, Tensor], b: dict[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+        """Return as `merger` does. a: every lora_A [rank, in]; b: this rank's rows of every lora_B; both by name."""
 
         @torch.no_grad()
-        def merged(name: str, rows: torch.Tensor) -> torch.Tensor:
+        def merged(name: str, rows: Tensor) -> Tensor:
             if name not in self.weights:
                 return rows
             layer = name.removesuffix(".weight")
@@ -108,6 +99,31 @@ class Adapters:
             return torch.addmm(rows.to(thin.device).float(), thick, thin, alpha=self.scale)
 
         return merged
+
+    def save(self, directory: Path, tensors: dict[str, Tensor], model: nn.Module, base: str) -> None:
+        """Write the directory in peft's format. tensors: each lora_A [rank, in] and lora_B [out, rank], by name. base: the
+        directory or hub name of the model without adapters."""
+        ends = {name.rpartition(".")[2] for name in self.names}
+        others = {name.rpartition(".")[2] for name, module in model.named_modules() if name not in {*self.names}}
+        record = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.args.lora_rank,
+            "lora_alpha": self.args.lora_alpha,
+            "target_modules": sorted(self.names if ends & others else ends),  # suffixes that only these layers have
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text(json.dumps(record, indent=2))
+        stored = {f"base_model.model.{name}.weight": tensor for name, tensor in tensors.items()}
+        save_file(stored, directory / "adapter_model.safetensors")
 
 
 class WithoutAdapters:

@@ -1,1 +1,0 @@
-"""Adapters (LoRA): a frozen model with a few trained numbers next to its linear layers."""
