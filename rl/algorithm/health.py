@@ -87,6 +87,7 @@ MUCH_REJECTED = 0.8  # share of a step's tokens from which on there is a warning
 MUCH_MORE = 0.1  # rise of a share of text/* from which on there is a warning
 WINDOW = 20  # steps: the newest are compared with the first
 FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
+APART = 0.05  # mean difference of a token's two probabilities above which there is a warning; bf16 alone makes 0.01
 
 
 def _mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -146,6 +147,7 @@ class Health:
             if cause != no_signal.OTHER:
                 self.counts[f"no_signal/{cause}"] += 1
             self.record.warn(f"steps without any signal{word}", 1, f"In step {step}, {why}")
+        self._warn_of_difference(step, metrics)
         self._warn_of_correction(step, metrics, fates)
         if responses and bool(batch.truncated.all()):
             detail = "Raise --max-response-length, or check that the model's end token is the one that its answers end with."
@@ -200,6 +202,16 @@ class Health:
                 detail += f"{last[better]:.2f} in responses above their group's mean score, {last[worse]:.2f} in those below. "
                 detail += "Read some of them: view.py."
                 self._warn(kind, f"steps in which {share} text has become frequent and scores well", 1, detail)
+
+    def _warn_of_difference(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn if generator and learner do not compute the same policy, where no staleness explains that."""
+        apart = metrics.get("training/rollout_probs_diff_mean", 0.0)
+        if apart > APART and not self.args.schedule.trains_stale and not self.counts["truncated_sampling"]:
+            detail = (
+                f"In step {step} by {apart:.2f} on average, though no sample is stale: the policy that samples is not the one "
+            )
+            detail += "that learns. If you have changed the sampling, change the learner's log-probs as well (docs/forking.md)."
+            self._warn("different_policy", "steps in which generator and learner give tokens other probabilities", 1, detail)
 
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
         """Warn if the rollout correction leaves little of a step."""

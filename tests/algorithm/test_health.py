@@ -15,6 +15,7 @@ import torch
 from helpers import make_group, run_script
 from test_data import write
 
+import train_async
 import train_sync
 from rl import parts
 from rl.algorithm.health import WINDOW, Health, text_metrics
@@ -55,6 +56,7 @@ def look(of: Batch, skipped: int = 0, cut: tuple[int, ...] = (0,), more: dict | 
     return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped} | (more or {}), Fates.of(of)), record.said
 
 
+APART = "training/rollout_probs_diff_mean"
 SOUND = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0], "length")]
 
 
@@ -65,11 +67,21 @@ def test_a_sound_step_says_nothing():
     assert not look(alone, rollout_n=1, adv_estimator="reinforce_pp")[1], "REINFORCE++ has no groups"
 
 
+def test_stale_samples_may_have_other_probabilities():
+    args, record = parts.make(train_async.Args), Record()
+    job = SimpleNamespace(prompts=SimpleNamespace(truncated=0), val_prompts=None)
+    stale = batch(*SOUND)
+    Health(args, job, record, skipped=0).of_step(1, stale, {"actor/skipped_steps": 0, APART: 0.2}, Fates.of(stale))
+    assert not record.said
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "case"),
     [
         ("truncated_sampling", 4, {"of": batch(*SOUND), "top_p": 0.7}),
         ("truncated_sampling", 4, {"of": batch(*SOUND), "top_k": 5}),
+        ("truncated_sampling", 4, {"of": batch(*SOUND), "top_k": 5, "more": {APART: 0.2}}),
+        ("different_policy", 1, {"of": batch(*SOUND), "more": {APART: 0.06}}),
         ("single_response_groups", 2, {"of": batch(group(0, [1.0]), group(1, [0.0])), "rollout_n": 1}),
         ("no_signal_steps", 1, {"of": batch(*SOUND, signal=False)}),
         ("endless_steps", 1, {"of": batch(group(0, [0.0, 1.0], "length"))}),
