@@ -112,12 +112,21 @@ LAST = {  # flags -> what the last step's metrics have to be
         ["--score-centering", "--loss-mode", "reinforce", "--keep-sampling-mask", "--top-k", "5", "--top-p", "0.9"],
         lambda m: all(-math.log(5) < row["actor/expected_log_prob"] < 0 for row in m),
     ),
+    "teacher_function": (  # which calls all tokens equally likely: the KL is log 16 less the entropy of the policy
+        ["--teacher", "function", "--teacher-function", "EVEN", "--teacher-alone"],
+        lambda m: all(0 < row["actor/teacher_kl"] < math.log(16) and row["critic/rewards/max"] == 0 for row in m),
+    ),
     "top_entropy": (["--top-entropy-quantile", "0.2"], lambda m: all(row["timing_s/entropy"] > 0 for row in m)),
 }
 REWARD = """
+import math
+
 def score(data_source, solution_str, ground_truth, extra_info):
     right = float(solution_str == ground_truth)
     return {"score": right, "right": right, "short": -len(solution_str) - int(solution_str[-1:] or 0) / 10}
+
+def even(prompt, response):
+    return [-math.log(16)] * len(response)
 
 async def rank(data_source, solutions, ground_truth, extra_info, scores, prompt):
     ranked = sorted(range(len(scores)), key=lambda i: (scores[i], -len(solutions[i])))
@@ -152,7 +161,7 @@ def test_a_fork_trains_and_resumes(name, demo_model, tmp_path):
     apply(name, tmp_path / "tree")
     (tmp_path / "reward.py").write_text(REWARD)
     flags, holds = LAST[name]
-    flags = [f"{tmp_path / 'reward.py'}:{flag.lower()}" if flag in ("SCORE", "RANK") else flag for flag in flags]
+    flags = [f"{tmp_path / 'reward.py'}:{flag.lower()}" if flag in ("SCORE", "RANK", "EVEN") else flag for flag in flags]
     more = ["--total-training-steps", 4, "--test-freq", 0, "--save-freq", 2, "--lr", 1e-3, "--lr-warmup-steps", 0]
     more += ["--max-ckpt-to-keep", 0, "--output-dir", tmp_path / "runs", "--experiment-name", "run"]
     run, weights = tmp_path / "runs" / "run", []
