@@ -1,4 +1,4 @@
-"""Adapters compute and learn what a twin does that has W + s B A for a weight, and peft reads them as that twin."""
+"""Adapters compute and learn what a twin does that has W + s B A for a weight, and peft where it is installed."""
 
 import json
 from pathlib import Path
@@ -117,6 +117,31 @@ def test_merging_rounds_once_and_leaves_the_model_as_it_is(models, ranks):
                 assert not torch.equal(expected.bfloat16(), held[name])
             assert (weight.bfloat16() == expected.bfloat16()).float().mean() > 0.999, f"{name}, publish {publish}"
             assert torch.equal(local(learner.parameters[name]), held[name])
+
+
+def test_gradients_are_pefts(models, ranks):
+    """To the bit, in fp32, for the same values."""
+    peft = pytest.importorskip("peft")
+    for kind, rank, target in CASES[:3]:
+        learner, batch = learner_of(models[kind], ranks, lora_rank=rank, lora_target=target), sequences(1)
+        names = "all-linear" if target == ("all-linear",) else list(target)
+        theirs = peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(models[kind], attn_implementation="sdpa"),
+            peft.LoraConfig(r=rank, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM"),
+        )
+        named = dict(theirs.named_parameters())
+        of_peft = {name: named[f"base_model.model.{name}.default.weight"] for name in learner.adapters.tensors}
+        assert {id(p) for p in named.values() if p.requires_grad} == {id(p) for p in of_peft.values()}
+        for name, value in own_tensors(learner).items():
+            of_peft[name].data.copy_(value)
+        expected = plain_log_probs(lambda ids, model=theirs: model(ids).logits, batch, TEMPERATURE)
+        loss_of(expected).backward()
+        _, grads = gradients(learner, batch, ranks)
+        for name, parameter in of_peft.items():
+            torch.testing.assert_close(grads[name], parameter.grad, atol=2e-6 * float(parameter.grad.abs().max()), rtol=1e-5)
+        merged = theirs.merge_and_unload().state_dict()
+        for name, weight in learner.weights():
+            torch.testing.assert_close(weight, merged[name], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.slow
