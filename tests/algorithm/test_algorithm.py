@@ -18,9 +18,9 @@ from rl.learning.learner import Forward, Learner
 from rl.learning.micro_batches import MicroBatch, Tokens
 from rl.ranges import check
 from rl.ranks.timers import Timers
-from tools.from_verl.algorithm import CORRECTIONS
 
 PACKED = ("lp", "old", "advantage", "mask", "seq")
+GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 LOSSES = [name for name, f in losses.POLICY_LOSSES.items() if name == f.function.__name__]
 
 
@@ -137,7 +137,7 @@ def test_where_old_log_probs_come_from():
     stale = (*stale, parts.make(train_async.Args, staleness_threshold=0, publish_every=2))
     fresh = (train_sync.Args(), parts.make(train_async.Args, staleness_threshold=0))
     assert all(args.old_is_rollout for args in stale) and not any(args.old_is_rollout for args in fresh)
-    compares = ({"rollout_is": "token"}, CORRECTIONS["geometric_rs"], {"loss_mode": "decoupled_ppo"})
+    compares = ({"rollout_is": "token"}, GEOMETRIC, {"loss_mode": "decoupled_ppo"})
     for flags in (*compares, {"use_rollout_log_probs": False}):
         assert not parts.make(train_async.Args, **flags).old_is_rollout
     assert parts.make(train_sync.Args, use_rollout_log_probs=True).old_is_rollout
@@ -217,7 +217,7 @@ def test_a_loss_without_a_ratio_is_never_left_uncorrected():
         assert parts.make(train_async.Args, loss_mode=mode).old_is_rollout
         check(parts.make(train_async.Args, loss_mode=mode, rollout_is="sequence"))
         check(parts.make(train_sync.Args, loss_mode=mode, use_rollout_log_probs=False))
-        for flags in ({"use_rollout_log_probs": False}, CORRECTIONS["geometric_rs"]):
+        for flags in ({"use_rollout_log_probs": False}, GEOMETRIC):
             with pytest.raises(UserError, match="has no ratio"):
                 check(parts.make(train_one_step_off.Args, loss_mode=mode, **flags))
 

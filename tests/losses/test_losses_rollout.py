@@ -67,7 +67,7 @@ def test_what_the_words_of_a_whole_correction_mean():
     assert set(meaning) == set(CORRECTIONS)
     assert not RolloutCorrectionArgs().corrects_rollout
     for word, (level, bounds, criteria) in meaning.items():
-        args = RolloutCorrectionArgs(**CORRECTIONS[word])
+        args = RolloutCorrectionArgs(**{flag[2:].replace("-", "_"): value for flag, value in CORRECTIONS[word].items()})
         args.check(None)
         assert (args.rollout_is, args.weight_bounds, args.rejection_criteria) == (level, bounds, criteria)
         assert args.corrects_rollout
