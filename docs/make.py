@@ -141,7 +141,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "rl/samples/{group,schedule}.py",
             "responses -> scores": "rl/rewards/{pool,score,verifiers,args}.py",
             "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/run.py "
-            "rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
+            "rl/background.py rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },
     ),
     (
