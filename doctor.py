@@ -22,7 +22,7 @@ from pathlib import Path
 from rl.masking import masked
 from tools.doctor import packages, processes, scripts
 from tools.doctor.processes import OK, SKIPPED, WRONG, Finding
-from user_code.child import adopt_orphans
+from user_processes.child import adopt_orphans
 
 
 class Doctor:

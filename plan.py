@@ -29,7 +29,7 @@ from rl.setup import CommonArgs
 from tools.plan.devices import Machine, device
 from tools.plan.memory_plan import MemoryPlan, plan_memory
 from tools.plan.time_plan import plan_time
-from user_code.server import python_path
+from user_processes.server import python_path
 
 SCRIPTS = ("train_sync", "train_one_step_off", "train_async")
 

@@ -103,7 +103,7 @@ def read(words: Sequence[str]) -> Replay:
         script = load_script(own.script or record.directory / start["file"])
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"the recorded script cannot be imported ({error}): the code in rl/ has changed. Check out the version that "
+            f"the recorded script cannot be imported ({error}): the code has changed. Check out the version that "
             "recorded, or give today's script with --script."
         ) from error
     parts.check_class(script.Args)
@@ -288,7 +288,7 @@ def describe(replay: Replay, run_dir: Path, ranks: dist.Ranks) -> list[str]:
             f"warning: {ranks.world_size} learners, {of_record} in the recorded run: sums are in another order, bits may differ"
         )
     if start["rl"] != digest_of(package_files()):
-        lines.append("warning: the code in rl/ has changed: bits may differ")
+        lines.append("warning: the code has changed: bits may differ")
     return lines
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
-CODE = [*ROOT.glob("*.py"), *(file for house in ("rl", "user_code", "tools") for file in (ROOT / house).rglob("*.py"))]
+CODE = [*ROOT.glob("*.py"), *(file for house in ("rl", "user_processes", "tools") for file in (ROOT / house).rglob("*.py"))]
 FOREIGN = {  # of vLLM, torch and its shared memory
     "No available memory for the cache blocks",
     "The hostname of the client socket cannot be retrieved",
@@ -61,7 +61,7 @@ def broken_links() -> Iterator[str]:
 def absent_benchmarks() -> Iterator[str]:
     """benchmarks/LOG.md is history and may name benchmarks that were removed."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]
-    for folder in ("docs", "rl", "user_code", "tools", "tests", "benchmarks", "examples"):
+    for folder in ("docs", "rl", "user_processes", "tools", "tests", "benchmarks", "examples"):
         files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]
     for file in files:
         if file.name != "LOG.md" and "fixtures" not in file.parts:

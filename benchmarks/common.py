@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
-from user_code.server import python_path  # noqa: E402
+from user_processes.server import python_path  # noqa: E402
 
 
 def torchrun(script: str, ranks: int = 2) -> list[str]:

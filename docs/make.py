@@ -22,7 +22,7 @@ from tools.from_verl.table import NOT_HERE, NOT_NEEDED, OWN, TABLE, Row
 from tools.from_verl.verl_run import SYNC
 
 ROOT = Path(__file__).resolve().parents[1]
-HOUSES = ("rl", "user_code", "tools")
+HOUSES = ("rl", "user_processes", "tools")
 PACKAGES = ("math_grader", "program_grader")  # that import nothing of ours
 TRL_WORDS = ROOT / "docs" / "trl_words.yaml"
 NOTE = "<!-- made by `python docs/make.py` out of docstrings; edit those -->"
@@ -182,7 +182,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
     (
         "programs of their own",
         {
-            "reward functions, environments, agents": "user_code/{*,*/*}",
+            "reward functions, environments, agents": "user_processes/{*,*/*}",
             "right or wrong; programs in a sandbox": "math_grader/* program_grader/*",
             "memory and time before a run": "plan.py tools/plan/*",
             "what a run wrote": "view.py tools/view/*",

@@ -137,7 +137,7 @@ def called(row: dict) -> dict:
     from transformers.utils import get_json_schema
 
     from examples.tools import calculate
-    from user_code.tools import Tools
+    from user_processes.tools import Tools
 
     first, second = re.findall(r"\d+", row["extra_info"]["question"])
     call = json.dumps({"name": "calculate", "arguments": {"expression": f"{first} * {second}"}})

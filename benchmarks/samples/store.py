@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore
 from rl.samples.channel import ControlBlock
 from rl.samples.split_schedule import AsyncSchedule
 from rl.samples.tickets import Tickets, open_tickets
-from user_code.server import python_path
+from user_processes.server import python_path
 
 PROCESSES = 4  # of the simulated generators
 LIMIT = timedelta(minutes=10)

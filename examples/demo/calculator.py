@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from examples.demo import sums as demo
 from examples.demo.problems import rows_of
-from user_code.tools import KNOWN
+from user_processes.tools import KNOWN
 
 ASKS = 0.1  # the part of the taught decisions that ask
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'  # one token each: it only learns the numbers

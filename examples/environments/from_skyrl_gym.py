@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import skyrl_gym
 
 from rl.errors import UserError
-from user_code.programs import BadValue
+from user_processes.programs import BadValue
 
 
 class Episode:

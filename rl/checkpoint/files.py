@@ -100,7 +100,7 @@ def identity_of(args, script: str, path: str, prompts: PromptDataset) -> dict:
     contents["tokenizer"] = _digest_tokenizer(prompts.tokenizer)
     for name, content in marks(type(args), Content).items():
         if value := parts.get(args, name):
-            from user_code.files import digest_code  # late: few runs have code of their own
+            from user_processes.files import digest_code  # late: few runs have code of their own
 
             contents[name] = _digest_model(resolve(value)) if content.kind == "model" else digest_code(value)
     return masked(json.loads(json.dumps({"script": script, "flags": parts.flat(args), "contents": contents})))
@@ -118,7 +118,7 @@ def _digest_prompts(prompts: PromptDataset) -> str:
     state = xxhash.xxh3_64()
     for file, table in zip(prompts.files, prompts.tables, strict=True):
         if Path(file).is_file():
-            from user_code.files import digest_file
+            from user_processes.files import digest_file
 
             state.update(digest_file(Path(file)).encode())
         else:

@@ -50,7 +50,7 @@ class DataArgs(Part):
     def check(self, args) -> None:
         """Raise UserError for a --map that names no file."""
         if self.map:
-            from user_code.files import check_code  # late: few runs have code of their own
+            from user_processes.files import check_code  # late: few runs have code of their own
 
             check_code("--map", self.map, "function")
 

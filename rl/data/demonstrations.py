@@ -16,7 +16,7 @@ from rl.data.prompts import FileRows, Measured, begins_with_bos, is_message, mea
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range
-from user_code.files import check_code
+from user_processes.files import check_code
 
 
 @dataclass(frozen=True)

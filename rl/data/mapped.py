@@ -17,7 +17,7 @@ from rl.data.files import table_of
 from rl.data.tables import Rows
 from rl.errors import UserError
 from rl.ranks import watchdog
-from user_code.files import import_file, split_code
+from user_processes.files import import_file, split_code
 
 
 def mapped(table: Rows, file: str, spec: str, most: float = math.inf) -> Rows:

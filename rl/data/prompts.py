@@ -29,7 +29,7 @@ from rl.ranks import dist, launch, watchdog
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep, Images
-    from user_code.tools import Tools
+    from user_processes.tools import Tools
 
 RECORDED = 2000  # characters of a ground truth, at most: that of a program may have megabytes
 BEGINNING = 200  # characters of a prompt that are recorded in all steps

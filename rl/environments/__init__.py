@@ -1,1 +1,1 @@
-"""Environments, tools and agents as a rank sees them. What runs in their processes is in user_code/."""
+"""Environments, tools and agents as a rank sees them. What runs in their processes is in user_processes/."""

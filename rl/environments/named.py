@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl.data.args import CALCULATOR
 from rl.errors import UserError
-from user_code.files import NAMED, check_code
+from user_processes.files import NAMED, check_code
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "environments"
 

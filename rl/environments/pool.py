@@ -1,7 +1,7 @@
 """A rank's environments and agents: their answers are read between two decoding steps, and nothing here waits for one.
 
 If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/score.py.
-They are played in another process, user_code/worker.py.
+They are played in another process, user_processes/worker.py.
 """
 
 import os
@@ -13,8 +13,8 @@ from rl.environments import named
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
 from rl.printable import one_line
-from user_code.server import Server, as_json, without_secrets
-from user_code.tools import Tools
+from user_processes.server import Server, as_json, without_secrets
+from user_processes.tools import Tools
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import ImagePrep
@@ -72,7 +72,7 @@ class Environments:
         user."""
         environment = without_secrets(os.environ, os.environ.get("RL_PASS_ENV", "").split())
         flag = " ".join(named.environment_flag(self.args))
-        self._server = Server("user_code.worker", self._settings, environment, flag, "the environment")
+        self._server = Server("user_processes.worker", self._settings, environment, flag, "the environment")
         ready = self._server.ready
         self.tools = {name: Tools(**tools) for name, tools in ready["tools"].items()}
         self.scores_at_end = ready["scores_at_end"]

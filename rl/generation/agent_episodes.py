@@ -16,7 +16,7 @@ from rl.generation.episodes import Episodes
 from rl.generation.responses import Added, Key, OpenGroup
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
-from user_code.pictures import files_of
+from user_processes.pictures import files_of
 
 
 class AgentEpisodes(Episodes):

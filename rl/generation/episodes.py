@@ -27,7 +27,7 @@ from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
 from rl.rewards.pool import can_score
 from rl.rewards.score import Score
-from user_code.pictures import files_of
+from user_processes.pictures import files_of
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images

@@ -306,7 +306,7 @@ def make_generator(
         by_priority=args.environment.has_environment,
     )
     if args.environment.has_tape:
-        from user_code.tape import Tape  # late: few runs have one
+        from user_processes.tape import Tape  # late: few runs have one
 
         Tape(args.environment.record_env, args.environment.from_tape).serve(pool, job.environments, engine)
     engine_ranks = EngineRanks(ranks, args.engine.rollout_tp)

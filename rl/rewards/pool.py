@@ -48,7 +48,7 @@ class ScoringPool(contextlib.AbstractContextManager):
         self.args = args
         self.events: Counter[str] = Counter()
         self.last_message: dict[str, str] = {}  # by kind of event
-        self.tape: Any = None  # with --record-env or --from-tape: user_code.tape.Tape
+        self.tape: Any = None  # with --record-env or --from-tape: user_processes.tape.Tape
         self._done: list[tuple[Any, Score]] = []  # scored here
         self._scorers: Any = None
         if args.own_reward and not args.scores_environments:

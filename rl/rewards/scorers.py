@@ -1,4 +1,4 @@
-"""The responses that scoring processes (user_code/scoring.py) work on, and those that wait for a grader that is out."""
+"""The responses that scoring processes (user_processes/scoring.py) work on, and those that wait for a grader that is out."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from rl.rewards.args import RewardArgs
 from rl.rewards.outages import LastScored, Outages
 from rl.rewards.score import EVENTS, Score, as_score
 from rl.rewards.verifiers import BUILT_IN, CODE, grade
-from user_code.server import Server, as_json, without_job
+from user_processes.server import Server, as_json, without_job
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
 
@@ -30,7 +30,7 @@ class Scorers:
         settings["built_in"] = "rl.rewards.verifiers:grade"
         settings |= {"timeout": args.reward_timeout, "memory": MEMORY, "workers": args.reward_workers}
         environment = without_job(os.environ)
-        self._server = Server("user_code.scoring", settings, environment, self._name, "the reward function")
+        self._server = Server("user_processes.scoring", settings, environment, self._name, "the reward function")
         self.takes = self._server.ready["takes"]  # what the functions name of `prompt`, `step`, `split`
 
     def submit(self, key: Any, item: dict) -> None:

@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 from rl.errors import UserError
-from user_code.files import split_code
+from user_processes.files import split_code
 
 
 def check_functions(reward: str, environment) -> None:

@@ -77,7 +77,7 @@ class Ring:
 
     @staticmethod
     def attach(address: str) -> "Ring":
-        """Return the ring of another process of this machine and user. Raise OSError if it has exited or closed the ring."""
+        """Return the ring of another process of this machine and user. Raise OSError if it has exited."""
         return Ring(os.open(address, os.O_RDWR | os.O_CLOEXEC))
 
     @property
@@ -88,7 +88,8 @@ class Ring:
     @property
     def occupancy(self) -> float:
         """The fraction of the ring in use."""
-        return (self._words[HEAD] - self._words[TAIL]) / self.capacity
+        tail = self._words[TAIL]  # read first: writes in between only add
+        return min(1.0, (self._words[HEAD] - tail) / self.capacity)
 
     def close(self) -> None:
         if self.fd < 0:

@@ -57,7 +57,7 @@ class PublishPlan:
         """The runs of the stream that travel one by one. They end anywhere, but never within an fp32 number."""
         end = self.offsets[-1]
         quarter = max(LEAST_BYTES, end * self.dtype.itemsize // 4)
-        size = min(PIECE_BYTES, quarter) // self.dtype.itemsize // 2 * 2
+        size = min(PIECE_BYTES, quarter) // self.dtype.itemsize // 32 * 32
         return [slice(start, min(start + size, end)) for start in range(0, end, size)]
 
     def view(self, number: int, run: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,12 @@ class PublishPlan:
                 rest.append(next(pieces))
                 have += len(rest[-1])
             have -= end - start
-            *before, last = rest
-            cut = len(last) - have
-            yield self.view(number, torch.cat([*before, last[:cut]]) if before else last[:cut])
-            rest = [last[cut:]] if have else []
+            cut = len(rest[-1]) - have
+            rest[-1], behind = rest[-1][:cut], [rest[-1][cut:]] if have else []
+            value = torch.cat(rest) if len(rest) > 1 else rest[0]
+            rest = behind  # before the engine works on the value: its pieces take no memory then
+            yield self.view(number, value)
+            del value
 
     def later(self) -> "PublishPlan":
         """Return the plan of all publishes after the first: its stream is the beginning of this one's."""

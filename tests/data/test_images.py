@@ -303,7 +303,7 @@ def test_a_hub_dataset_reads_no_other_files(path, hub, tmp_path):
 
 
 def test_every_place_that_opens_images_names_the_formats():
-    houses = ("rl", "user_code", "examples")
+    houses = ("rl", "user_processes", "examples")
     sources = [*ROOT.glob("*.py"), *(file for house in houses for file in (ROOT / house).rglob("*.py"))]
     opening = [line for file in sources for line in file.read_text().splitlines() if "Image.open(" in line]
     assert opening and all("formats=" in line for line in opening), opening

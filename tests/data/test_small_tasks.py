@@ -9,8 +9,8 @@ from families import end_tokens, tokenizer_of
 from examples.small_tasks import KINDS, TASKS, called, rows, score
 from examples.tools import calculate
 from rl.data.demonstrations import DemonstrationArgs, Demonstrations
-from user_code.programs import Programs
-from user_code.turns import Turns
+from user_processes.programs import Programs
+from user_processes.turns import Turns
 
 TENS = {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90}
 NAMES = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen"

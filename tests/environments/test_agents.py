@@ -13,10 +13,10 @@ import train_sync
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
-from user_code.agents import Agents, Session
-from user_code.protocols import chat
-from user_code.protocols.chat import as_messages
-from user_code.worker import Warm
+from user_processes.agents import Agents, Session
+from user_processes.protocols import chat
+from user_processes.protocols.chat import as_messages
+from user_processes.worker import Warm
 
 ROW = {"ground_truth": "6", "prompt": [{"role": "user", "content": "2*3="}]}
 ASKED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'

@@ -9,7 +9,7 @@ import time
 import pytest
 from families import FAMILIES, OTHERS, tokenizer_of
 
-from user_code.calls import parse
+from user_processes.calls import parse
 
 INTEGER, NUMBER, BOOLEAN, STRING, NULL = ({"type": kind} for kind in ("integer", "number", "boolean", "string", "null"))
 ARRAY, OBJECT = {"type": "array", "items": {}}, {"type": "object"}

@@ -18,8 +18,8 @@ from processes import descendants
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
-from user_code import server
-from user_code.server import without_secrets
+from user_processes import server
+from user_processes.server import without_secrets
 
 RUDE = Path(__file__).parent / "rude.py"
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tiny_vlm import png
 
 from rl.images import to_rgb
-from user_code.programs import BadValue, Programs, as_added, as_content, as_messages, as_reward
+from user_processes.programs import BadValue, Programs, as_added, as_content, as_messages, as_reward
 
 
 def divide(a: int, b: int) -> float:

@@ -14,10 +14,10 @@ from test_agents import ASKED, RESET, ROW, agents, begun, says, written
 from test_pool import answers, ids_of
 from test_turns import SCHEMA, turns_of
 
-from user_code import pictures
-from user_code.open_call import Growing, said
-from user_code.protocols import anthropic, chat, responses
-from user_code.protocols.form import Answer, Refused, reading
+from user_processes import pictures
+from user_processes.open_call import Growing, said
+from user_processes.protocols import anthropic, chat, responses
+from user_processes.protocols.form import Answer, Refused, reading
 
 START = """
 import asyncio, json, os, sys

@@ -12,9 +12,9 @@ from test_pool import answers, begin, ids_of
 import train_sync
 from rl import parts, ranges
 from rl.errors import UserError
-from user_code.files import import_file
-from user_code.programs import BadValue, EpisodeProgram, Programs
-from user_code.turns import Turns
+from user_processes.files import import_file
+from user_processes.programs import BadValue, EpisodeProgram, Programs
+from user_processes.turns import Turns
 
 SCRIPT = '''
 import json

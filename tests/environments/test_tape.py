@@ -16,7 +16,7 @@ from rl.environments.pool import Environments
 from rl.errors import UserError
 from rl.generation.responses import Key
 from rl.rewards.pool import RewardArgs, ScoringPool
-from user_code.tape import Tape
+from user_processes.tape import Tape
 
 CODE = '''
 import os

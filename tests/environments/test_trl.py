@@ -18,7 +18,7 @@ from rl import parts
 from rl.data.prompts import Prompt
 from rl.generation.episodes import Episodes
 from rl.generation.generator import Generator
-from user_code.turns import Turns
+from user_processes.turns import Turns
 
 trl = pytest.importorskip("trl")
 

@@ -12,9 +12,9 @@ from test_data import verl_row, write
 from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
-from user_code.programs import EpisodeProgram
-from user_code.tools import KNOWN, Tools
-from user_code.turns import Turns
+from user_processes.programs import EpisodeProgram
+from user_processes.tools import KNOWN, Tools
+from user_processes.turns import Turns
 
 SCHEMA = {
     "type": "function",

@@ -23,7 +23,7 @@ def wheel(tmp_path_factory) -> Path:
     where, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
     for file in (ROOT / "pyproject.toml", ROOT / "README.md", *ROOT.glob("*.py")):
         shutil.copy(file, source / file.name)
-    for name in ("rl", "user_code", "tools", "math_grader", "program_grader", "examples/demo"):
+    for name in ("rl", "user_processes", "tools", "math_grader", "program_grader", "examples/demo"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     flags = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, "--wheel-dir", where, source], check=True, timeout=120)
@@ -51,7 +51,7 @@ def test_everything_imports_from_any_directory_and_the_report_without_torch(site
     program = "import sys, report, tools.report.logs; print('torch' in sys.modules, report.__file__)"
     assert run(site, tmp_path, "-c", program) == f"False {site / 'report.py'}"
     assert run(site, tmp_path, "-c", "import losses; print(losses.__file__)") == str(site / "losses.py")
-    for name in ("rl", "user_code", "tools", "math_grader", "program_grader", "examples/demo"):
+    for name in ("rl", "user_processes", "tools", "math_grader", "program_grader", "examples/demo"):
         modules = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.py")}
         assert modules == {path.relative_to(site) for path in (site / name).rglob("*.py")}, "every file of the package is there"
 

@@ -12,7 +12,7 @@ from helpers import ROOT
 LAYERS = [
     ["errors", "printable", "masking", "background"],
     ["parts", "images"],
-    ["user_code"],
+    ["user_processes"],
     ["ranges"],
     ["ranks"],
     ["transport"],
@@ -38,7 +38,7 @@ LAYERS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 HOUSES = ("rl", "tools")  # what a training process imports, and what a person runs around it; each folder is a room
-USERS = "user_code"  # the processes that run the user's code: one room
+USERS = "user_processes"  # the processes that run the user's code: one room
 MOST_FILES = 16  # in a folder, __init__.py aside
 TOOLS = {"plan"}  # not read for a run
 BEFORE_VLLM = ROOT / "rl" / "generation" / "vllm"  # its sign sets what vLLM reads as it is imported, before any file imports it
@@ -130,7 +130,7 @@ def test_a_start_of_plain_training_imports_no_room_of_a_feature():
         model.attention_kernels model.compiled model.expert_parallel model.hybrid model.liger model.router model.sampling_mask
         model.sequence_parallel model.vision_forward record.loggers rewards.outages rewards.scorers
         rewards.trl_functions samples.split_schedule split split_run supervised transport images"""
-    names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader", "user_code"]
+    names = [f"rl.{room}" for room in rooms.split()] + ["math_grader", "program_grader", "user_processes"]
     names += ["datasets", "liger_kernel", "mlflow", "openai", "peft", "vllm", "wandb"]
     code = f"import sys, train_sync; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -15,7 +15,7 @@ from helpers import ROOT
 import report
 from report import Args, main
 from rl.errors import UserError
-from rl.record.provenance import code_digest
+from rl.record.provenance import code_digest, package_files
 from rl.rewards.score import EVENTS
 from tools.report.conclusions import conclude, first_at, overview, speedup
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, load
@@ -123,6 +123,11 @@ def test_a_digest_tells_a_fork_from_its_parent(tmp_path, monkeypatch):
         file.write_text(file.read_text() + "\n# changed")
         seen.add(code_digest(script, reward))
     assert len(seen) == 5
+
+
+def test_all_packages_that_runs_execute_count():
+    packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tools"}
+    assert {file.relative_to(ROOT).parts[0] for file in package_files()} == packages
 
 
 def test_runs_on_other_hardware_are_another_group():

@@ -12,8 +12,8 @@ from test_scoring import FOREVER, drain
 from program_grader import extract, grade, sandbox, verdict
 from program_grader.cases import read_cases, same_text, same_value
 from rl.rewards.pool import RewardArgs, ScoringPool
-from user_code.files import import_file
-from user_code.programs import Programs
+from user_processes.files import import_file
+from user_processes.programs import Programs
 
 pytestmark = pytest.mark.timeout(300)
 DOUBLE = {"inputs": ["1\n", "2\n", "30\n", "-4\n"], "outputs": ["2\n", "4\n", "60\n", "-8\n"]}

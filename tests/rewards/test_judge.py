@@ -16,7 +16,7 @@ from test_scoring import FOREVER, drain
 
 from rl.errors import UserError
 from rl.rewards.pool import RewardArgs, ScoringPool
-from user_code.files import import_file
+from user_processes.files import import_file
 
 pytestmark = pytest.mark.timeout(200)
 FILE = ROOT / "examples" / "judge.py"

@@ -10,7 +10,7 @@ from rl.rewards.args import RewardArgs
 from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
 from rl.rewards.pool import ScoringPool
 from rl.rewards.score import Score
-from user_code.tape import Tape
+from user_processes.tape import Tape
 
 GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")
 OUT = Score(None, event="outage", message="error: the judge is gone")

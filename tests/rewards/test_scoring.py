@@ -20,7 +20,7 @@ from rl.rewards import scorers
 from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
 from rl.rewards.score import Score, as_score, overlong_penalty
 from rl.rewards.verifiers import BUILT_IN, CODE, verifier
-from user_code import scoring
+from user_processes import scoring
 
 pytestmark = pytest.mark.timeout(200)
 FOREVER = 600.0  # a reward_timeout that no good response on a loaded machine reaches

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from examples.demo import VERSIONS, directory, is_made
-from user_code.server import python_path
+from user_processes.server import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = Path(os.environ.get("RL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))  # train.parquet, test.parquet

@@ -5,6 +5,7 @@ engine still has all weights."""
 import gc
 import random
 import threading
+import weakref
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -247,6 +248,21 @@ def test_parameters_arrive_whole_wherever_the_pieces_end(seed):
     for number, (value, whole) in enumerate(zip(arrived, plan.views(stream), strict=True)):
         assert value.dtype == (torch.float32 if number < 5 else torch.bfloat16) and value.shape == whole.shape
         assert torch.equal(value.view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_a_parameter_of_many_pieces_is_in_memory_once_while_the_engine_has_it():
+    plan = publish.PublishPlan(["large", "small"], [[4 * PIECE], [8]], torch.bfloat16)
+    alive = weakref.WeakSet()
+
+    def pieces():
+        for piece in plan.pieces:
+            data = torch.zeros(piece.stop - piece.start, dtype=torch.bfloat16)
+            alive.add(data)
+            yield data
+            del data
+
+    for value in plan.arriving(pieces()):
+        assert len(alive) <= 1 and value.numel() in (8, 4 * PIECE)  # one may hold what comes next
 
 
 # ------------------------------------------------------------------------------------------------------------------ on one rank

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from user_code.child import children, end_with_parent
-from user_code.server import python_path
+from user_processes.child import children, end_with_parent
+from user_processes.server import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 20.0  # seconds that torchrun gets to end its ranks

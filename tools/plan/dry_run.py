@@ -13,6 +13,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -78,8 +79,11 @@ def dry_run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, script])
     own = {name: parts.get(args, name) for name in parts.leaves(importlib.import_module(script).Args)}
-    with ProcessPoolExecutor(1, context) as process:
-        return process.submit(_run, script, own, learners, attention, workload, image_size).result()
+    try:
+        with ProcessPoolExecutor(1, context) as process:
+            return process.submit(_run, script, own, learners, attention, workload, image_size).result()
+    except BrokenProcessPool:
+        raise RuntimeError("the dry run ended without a result") from None
 
 
 def _check_models(args: CommonArgs, path: str, config: PretrainedConfig) -> None:

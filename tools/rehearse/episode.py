@@ -4,9 +4,9 @@ other, and no model is needed."""
 import functools
 from collections.abc import Callable
 
-from user_code.calls import parse
-from user_code.programs import EpisodeProgram, Programs
-from user_code.worker import named
+from user_processes.calls import parse
+from user_processes.programs import EpisodeProgram, Programs
+from user_processes.worker import named
 
 UNSCORED = "unscored"  # a number of the score: whether a grader has to give it
 

@@ -86,8 +86,8 @@ def read_lines(file: Path) -> tuple[list[dict], list[str]]:
         except ValueError:
             row = {}
         if isinstance(row, dict) and is_number(row.get("step")):
-            metrics = row.pop("data", {})
-            rows.append(row | metrics)
+            metrics = row.pop("data", None)
+            rows.append(row | metrics if isinstance(metrics, dict) else row)
         elif row is not None:
             bad.append(str(number))
     shown = ", ".join(bad[:5]) + (", ..." if len(bad) > 5 else "")

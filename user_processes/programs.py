@@ -19,11 +19,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from user_code import pictures
-from user_code.child import BadValue
+from user_processes import pictures
+from user_processes.child import BadValue
 
 if TYPE_CHECKING:
-    from user_code.turns import Turns
+    from user_processes.turns import Turns
 
 OF_THE_MACHINE = OSError, MemoryError, ImportError  # not shown to the model: its call is not at fault
 OF_A_PATH = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError  # shown: a wrong path

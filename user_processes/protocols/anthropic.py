@@ -7,8 +7,8 @@ import dataclasses
 import json
 from collections.abc import AsyncIterator
 
-from user_code.protocols import form
-from user_code.protocols.form import Answer, Call, Refused
+from user_processes.protocols import form
+from user_processes.protocols.form import Answer, Call, Refused
 
 KINDS = {401: "authentication_error", 404: "not_found_error"}  # by status; others are invalid requests
 THOUGHTS = ("thinking", "redacted_thinking")

@@ -1,6 +1,6 @@
-"""The scoring processes of a rank: `python -m user_code.scoring`, started by rl/rewards/scorers.py.
+"""The scoring processes of a rank: `python -m user_processes.scoring`, started by rl/rewards/scorers.py.
 
-This process hands responses to its children (user_code/child.py), which call the user's functions or the built-in graders,
+This process hands responses to its children (user_processes/child.py), which call the user's functions or the built-in graders,
 and replies to the rank. If a child that worked on several responses is lost, any of them may be at fault: each is scored again,
 alone, so that only the one at fault gets no score. Neither torch nor transformers is imported, so a child starts quickly.
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.errors import UserError
-from user_code import child
-from user_code.child import BadValue, Child, Children, Died
-from user_code.files import import_file, split_code
+from user_processes import child
+from user_processes.child import BadValue, Child, Children, Died
+from user_processes.files import import_file, split_code
 
 START_LIMIT = 60  # seconds that a child may take to import the user's file
 FIRST_CALL = 60  # extra seconds for the very first response: the function may import or load something

@@ -3,7 +3,7 @@
 An agent is a command that is started for the response (--agent), or a worker elsewhere that has asked for an episode
 (--serve-policy). Its calls are compared with the conversations so far: a call that extends one continues its tokens, any other
 call begins a new history with a separate prompt. rl/generation/agent_episodes.py keeps the tokens. This runs in the process of
-user_code/worker.py.
+user_processes/worker.py.
 
 Left out: encryption. Put a tunnel or a proxy in front of it if you do not control the network.
 """
@@ -24,14 +24,14 @@ from typing import Any
 
 from aiohttp import web
 
-from user_code import pictures
-from user_code.child import Children
-from user_code.command import Command, End
-from user_code.open_call import OpenCall
-from user_code.programs import as_reward
-from user_code.protocols import form
-from user_code.protocols.form import Answer, Call, Refused
-from user_code.turns import Turns
+from user_processes import pictures
+from user_processes.child import Children
+from user_processes.command import Command, End
+from user_processes.open_call import OpenCall
+from user_processes.programs import as_reward
+from user_processes.protocols import form
+from user_processes.protocols.form import Answer, Call, Refused
+from user_processes.turns import Turns
 
 LARGEST = 1 << 26  # bytes of a request
 START = 120.0  # seconds that a command may take in addition before its first call, to import its libraries
@@ -173,7 +173,7 @@ def _key(request: web.Request) -> str:
 
 
 def _protocol(request: web.Request) -> ModuleType:
-    return importlib.import_module(f"user_code.protocols.{PROTOCOLS.get(request.path, 'chat')}")
+    return importlib.import_module(f"user_processes.protocols.{PROTOCOLS.get(request.path, 'chat')}")
 
 
 async def _send(request: web.Request, response: web.StreamResponse, event: dict | str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from user_code import pictures
-from user_code.child import BadValue
+from user_processes import pictures
+from user_processes.child import BadValue
 
 MODEL = "policy"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from user_code.child import Children, adopt_orphans, how_it_ended
-from user_code.protocols import form
+from user_processes.child import Children, adopt_orphans, how_it_ended
+from user_processes.protocols import form
 
 LARGEST = 1 << 26  # bytes of a line that it prints
 LAST_WORDS = 1.0  # seconds to read the rest of its output after it ends: another process may hold the pipe open

@@ -1,5 +1,5 @@
-"""A process of the rank's that runs the user's code: reward functions (user_code/scoring.py), or environments and agents
-(user_code/worker.py). It forks the processes of user_code/child.py, and ends them when the rank closes or ends.
+"""A process of the rank's that runs the user's code: reward functions (user_processes/scoring.py), or environments and agents
+(user_processes/worker.py). It forks the processes of user_processes/child.py, and ends them when the rank closes or ends.
 
 Both send each other lines of JSON over a socket; nothing is pickled. What the user's code prints goes to stderr, up to a limit.
 """

@@ -6,8 +6,8 @@ Left out: options that would change the policy's sampling.
 import time
 from collections.abc import AsyncIterator
 
-from user_code.protocols import form
-from user_code.protocols.form import Answer, Call, Refused
+from user_processes.protocols import form
+from user_processes.protocols.form import Answer, Call, Refused
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 

@@ -1,4 +1,4 @@
-"""The process in which a rank's episodes are played: `python -m user_code.worker`, started by rl/environments/pool.py.
+"""The process in which a rank's episodes are played: `python -m user_processes.worker`, started by rl/environments/pool.py.
 
 The rank and this process send each other lines of JSON over one socket. First the rank sends settings, and this process answers
 {"tools", "scores_at_end", "note"}, or {"failed": why}. Then there is one question at a time for each episode:
@@ -26,10 +26,10 @@ from types import ModuleType
 from typing import Any
 
 from rl.errors import UserError
-from user_code import child
-from user_code.child import Child, Children
-from user_code.files import import_file, split_code
-from user_code.programs import EpisodeProgram, Programs
+from user_processes import child
+from user_processes.child import Child, Children
+from user_processes.files import import_file, split_code
+from user_processes.programs import EpisodeProgram, Programs
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -38,7 +38,7 @@ def main(rank: socket.socket, settings: dict) -> None:
     os.environ.update(ONE_THREAD)
     make = Warm
     if settings["tape"]:
-        from user_code.tape import opened  # late: few runs have a tape
+        from user_processes.tape import opened  # late: few runs have a tape
 
         make = functools.partial(opened, make_warm=Warm)
     try:
@@ -68,7 +68,7 @@ class Warm:
             if settings["images"]:
                 import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl  # noqa: F401 (for all forks)
 
-            from user_code.turns import PROBE, Turns
+            from user_processes.turns import PROBE, Turns
 
             tokenizer = AutoTokenizer.from_pretrained(settings["model"], trust_remote_code=settings["trust_remote_code"])
             tokenizer.chat_template = settings["chat_template"] or tokenizer.chat_template
@@ -141,12 +141,12 @@ async def serve(rank: socket.socket, warm: Warm) -> None:
     if warm.programs:
         begin = functools.partial(Fork.of, warm, children)
     else:
-        from user_code.agents import Agents  # late: only agents need aiohttp
+        from user_processes.agents import Agents  # late: only agents need aiohttp
 
         agents = Agents(warm.settings, warm.turns_of, children)
         begin = agents.begin
     if warm.settings["tape"]:
-        from user_code.tape import TapedEpisode
+        from user_processes.tape import TapedEpisode
 
         begin = functools.partial(TapedEpisode.begin, begin, warm)
     episodes: dict[int, Any] = {}  # by number: with methods `ask`, async, and `close`

@@ -5,9 +5,9 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 
-from user_code.calls import END_OF_THINKING, LLAMA
-from user_code.protocols.form import Answer, Call, Refused
-from user_code.turns import Turns
+from user_processes.calls import END_OF_THINKING, LLAMA
+from user_processes.protocols.form import Answer, Call, Refused
+from user_processes.turns import Turns
 
 LONGEST_TAG = 16  # characters
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl.errors import ImageError
-from user_code.child import BadValue
+from user_processes.child import BadValue
 
 MARK = "\ue001"  # a private-use character, which is removed from text
 TEXT_ALONE = "an image, and --model takes text alone: take a model of images and text (docs/images.md)"

@@ -7,9 +7,9 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 
-from user_code.protocols import form
-from user_code.protocols.chat import ROLES, failure  # noqa: F401 (failure: errors are those of chat completions)
-from user_code.protocols.form import Answer, Call, Refused
+from user_processes.protocols import form
+from user_processes.protocols.chat import ROLES, failure  # noqa: F401 (failure: errors are those of chat completions)
+from user_processes.protocols.form import Answer, Call, Refused
 
 
 def call(given: dict, answered: list[tuple[list[dict], Answer]]) -> Call:

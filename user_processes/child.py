@@ -1,4 +1,4 @@
-"""Child processes that answer questions, forked from a process that user_code/server.py has started.
+"""Child processes that answer questions, forked from a process that user_processes/server.py has started.
 
 A child answers one question at a time, within a time limit, as lines of JSON over a socket. What it has started ends with it,
 and everything with the process that forks, which ends when the rank does. So whatever the user's code does costs one child.

@@ -14,10 +14,10 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 from rl.errors import UserError
-from user_code import pictures
-from user_code.calls import format_of, parse
-from user_code.child import BadValue
-from user_code.tools import KNOWN, Tools
+from user_processes import pictures
+from user_processes.calls import format_of, parse
+from user_processes.child import BadValue
+from user_processes.tools import KNOWN, Tools
 
 MARK = "mark7f3a"  # in place of the model's text
 BREAK = "\ue000"  # cuts the name of a special token in an answer; a private-use character, removed from answers

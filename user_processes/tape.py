@@ -26,9 +26,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rl.errors import UserError
-from user_code.child import lost
-from user_code.files import digest_code
-from user_code.server import plain
+from user_processes.child import lost
+from user_processes.files import digest_code
+from user_processes.server import plain
 
 Place = tuple[str, int]  # of a response's answers: a file in the directory, and its number
 START: Place = ("start.jsonl", 0)
