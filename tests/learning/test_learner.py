@@ -1,11 +1,15 @@
-"""The learner: log-probs and gradients are those of transformers and plain torch, and the optimizer is safe."""
+"""The learner: the gradient does not depend on how the work is divided, log-probs equal transformers', and the optimizer is
+safe."""
+
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import SMALL, make_group, plain_log_probs, relative, run_script, whole
+from helpers import SMALL, log_distributions, make_group, plain_log_probs, relative, run_script, whole
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl.learning.args import LearnerArgs
@@ -13,6 +17,55 @@ from rl.learning.batch import Batch
 from rl.learning.learner import Learner, lr_factor
 from rl.learning.micro_batches import micro_batches
 from rl.model import log_probs as log_probs_module
+
+BUDGETS = [32, 100, 4096]
+GRADIENTS = "tests/programs/gradients.py"
+
+
+@pytest.fixture(scope="module")
+def compute(tmp_path_factory):
+    """Return the results that gradients.py saves for these arguments."""
+    directory = tmp_path_factory.mktemp("gradients")
+
+    def run(model, ranks, budgets=BUDGETS, groups=5, responses=3, logits_at_once=None, **flags) -> dict:
+        out = directory / f"{len(list(directory.iterdir()))}.pt"
+        what = {"budgets": budgets, "groups": groups, "responses": responses, "logits_at_once": logits_at_once, "flags": flags}
+        run_script(GRADIENTS, model, out, json.dumps(what), ranks=ranks, timeout=120)
+        return torch.load(out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(compute, models):
+    """Return the log-probs and the gradient from transformers alone: one forward pass per response, without padding, in double
+    precision."""
+    data = compute(models["qwen2-tied"], 1)
+    model = AutoModelForCausalLM.from_pretrained(models["qwen2-tied"], attn_implementation="eager").double()
+    prompts = [torch.tensor(prompt) for prompt in data["prompts"]]
+    batch = SimpleNamespace(prompts=prompts, token=data["token"], lengths=data["lengths"])
+    rows = torch.cat([*log_distributions(lambda ids: model(ids).logits, batch, temperature=0.7)])  # [N, V]
+    chosen, entropy = rows[torch.arange(len(rows)), data["token"].long()], -(rows.exp() * rows).sum(-1)
+    ((chosen + 0.1 * entropy) * data["weight"]).mean().backward()
+    parameters = dict(model.named_parameters())
+    gradient = torch.cat([parameters[name].grad.flatten() for name in data["names"]])
+    return data, chosen.detach(), gradient
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_log_probs_and_gradient_are_those_of_transformers_however_the_work_is_cut(
+    compute, models, reference, ranks, checkpointing
+):
+    data = compute(models["qwen2-tied"], ranks, gradient_checkpointing=checkpointing)
+    assert data["32/micros"] > data["100/micros"] > data["4096/micros"] == 1
+    whole, log_probs, gradient = reference
+    for budget in BUDGETS:
+        torch.testing.assert_close(data[f"{budget}/log_prob"].double(), log_probs, atol=1e-5, rtol=1e-5)
+        assert torch.equal(data[f"{budget}/log_prob"], data[f"{budget}/ref"])
+        assert relative(data[f"{budget}/grad"], gradient) < 5e-6
+        assert relative(data[f"{budget}/grad"], whole["4096/grad"]) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "tied"), [(Qwen2Config, True), (Qwen3Config, False)])

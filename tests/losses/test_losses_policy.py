@@ -168,8 +168,7 @@ def test_value_loss_equals_slow_loops(lengths, seed, eps):
 @settings(max_examples=25)
 @given(lengths=st.just([]) | LENGTHS, seed=SEEDS, mask_rate=st.sampled_from([0, 0.75, 0.75]))
 def test_values_and_gradients_equal_slow_loops(name, lengths, seed, mask_rate):
-    """Also of batches without any response, or without any trained token. What equals them in any batch is of each response by
-    itself: ranks and micro-batches change nothing."""
+    """Also of batches without any response, or without any trained token."""
     b = slow.random_batch(lengths, seed, mask_rate)
     low, high, c = CLIPS.get(name, (0.2, 0.28, 1.5))
     mode = losses.default_aggregation("grpo", name)
@@ -194,6 +193,33 @@ def test_values_and_gradients_equal_slow_loops(name, lengths, seed, mask_rate):
         up, down = ([v + s * step * (k == t) for k, v in enumerate(x["lp"])] for s in (1, -1))
         slope = (reference(up)[1] - reference(down)[1]) / (2 * step)
         assert gradient[t].item() == pytest.approx(slope, abs=1e-6), t
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12)
+@given(lengths=LENGTHS, seed=SEEDS, parts=st.integers(1, 4))
+def test_ranks_and_micro_batches_change_neither_gradient_nor_statistics(name, lengths, seed, parts):
+    b = slow.random_batch(lengths, seed)
+    mode = losses.default_aggregation("grpo", name)
+    denominator = losses.denominator(b["mask"], b["seq"], mode, len(lengths))
+    chosen = b["seq"] % 2 == 0
+    home = torch.randint(parts, (len(lengths),), generator=torch.Generator().manual_seed(seed))[b["seq"]]
+
+    def run(places):
+        lp = b["lp"].clone().requires_grad_()
+        total, sums = 0.0, {}
+        for p in places:
+            part = {k: v[p] for k, v in b.items() if k not in losses.PER_RESPONSE}
+            loss, stats = call(name, part, lp[p], **({"chosen": chosen[p]} if name in COV else {}))
+            share = losses.aggregate(loss, part["mask"], part["seq"], mode, denominator)
+            total = total + share
+            for key, value in stats.items():
+                sums[key] = sums.get(key, 0.0) + torch.where(part["mask"], value, 0.0).sum().item()
+        return torch.autograd.grad(total, lp)[0], sums
+
+    whole, its_sums = run([torch.ones_like(home, dtype=torch.bool)])
+    cut, sums = run([home == k for k in range(parts)])
+    assert torch.allclose(whole, cut, atol=1e-12) and sums == pytest.approx(its_sums)
 
 
 # ------------------------------------------------------------------------------------------------------- invariances

@@ -131,7 +131,7 @@ def test_a_log_without_a_step_is_said_to_be_none(tmp_path, capsys):
 
 def test_verls_file_logger(tmp_path):
     lines = [{"step": 0, "data": {ACCURACY: 0.5}}] + [{"step": i, "data": a_step(i)} for i in (1, 2)]
-    lines.append({"step": 2, "data": {"timing_s/param_sync": 3.0}})
+    lines += [{"step": 2, "data": {"timing_s/param_sync": 3.0}}, {"step": 2, "data": None}]
     path = console(tmp_path / "exp.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
     log = load(path)
     assert log.steps == 2 and log.rows[2]["timing_s/param_sync"] == 3 and log.points(ACCURACY).tolist() == [[0, 0.5]]
