@@ -10,7 +10,6 @@ The texts are made from rows of the data (tools/rehearse/attacks.py) and scored 
 least half way from nothing to a right answer. Left out: calls of tools that a policy may invent. Exit code 1 if a text cheats.
 """
 
-import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -180,8 +179,8 @@ def cheats(texts: Sequence[Try], scores: Sequence[Score]) -> list[tuple[float, T
     for of_row in of_rows.values():
         low = next((its for its, text in of_row if text.name == "nothing"), 0.0)
         high = max((its for its, text in of_row if text.kind == HONEST), default=low)
-        least = (low + high) / 2 if high > low else math.nextafter(high, math.inf)
-        found += [(its, text) for its, text in of_row if text.kind != HONEST and its >= least]
+        middle = (low + high) / 2
+        found += [(its, text) for its, text in of_row if text.kind != HONEST and (its >= middle if high > low else its > high)]
     return found
 
 

@@ -207,10 +207,10 @@ class Health:
         """Warn if generator and learner do not compute the same policy, where no staleness explains that."""
         apart = metrics.get("training/rollout_probs_diff_mean", 0.0)
         if apart > APART and not self.args.schedule.trains_stale and not self.counts["truncated_sampling"]:
-            detail = (
-                f"In step {step} by {apart:.2f} on average, though no sample is stale: the policy that samples is not the one "
+            detail = f"In step {step} by {apart:.2f} on average, though no sample is stale: the policy that samples is not the "
+            detail += (
+                "one that learns. If you have changed the sampling, change the learner's log-probs as well (docs/forking.md)."
             )
-            detail += "that learns. If you have changed the sampling, change the learner's log-probs as well (docs/forking.md)."
             self._warn("different_policy", "steps in which generator and learner give tokens other probabilities", 1, detail)
 
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:
