@@ -250,7 +250,7 @@ def main(replay: Replay, ranks: dist.Ranks) -> None:
 def validation(replay: Replay, learner, generator) -> Iterator[str]:
     """Validate, and yield lines that compare it with the run's validation after that step, if there is one. Collective."""
     from rl.algorithm.metrics import validation_metrics
-    from rl.weights.local import LocalWeights
+    from rl.setup import LocalWeights
 
     dtype = replay.args.engine.weights_dtype(replay.args.learner.dtype)
     LocalWeights(learner, generator.engine, dtype).publish(version=replay.last)

@@ -20,9 +20,8 @@ from rl.algorithm import whole_batch
 from rl.algorithm.staleness import staleness_metrics
 from rl.data.job import Job
 from rl.generator_loop import GeneratorLoop
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Forward, Learner
-from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.split_schedule import AsyncSchedule

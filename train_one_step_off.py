@@ -22,9 +22,8 @@ from rl.algorithm.staleness import staleness_metrics
 from rl.data.job import Job
 from rl.generation.generator import Generator
 from rl.generator_loop import BatchLoop
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Forward, Learner
-from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, all_gather_groups

@@ -18,9 +18,8 @@ from rl import flags
 from rl.algorithm import whole_batch
 from rl.algorithm.whole_batch import LossMeans
 from rl.data.job import Job
-from rl.learning.batch import Batch, Division
+from rl.learning.batch import Batch, Division, Tokens, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import dist, process
 from rl.ranks.timers import Timers
 from rl.supervised import SupervisedArgs, SupervisedRun, SupervisedSchedule, set_up, to_groups

@@ -19,17 +19,15 @@ from rl import flags
 from rl.algorithm import whole_batch
 from rl.data.job import Job
 from rl.generation.generator import Generator, make_generator
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Forward, Learner
-from rl.learning.micro_batches import Tokens, micro_batches
 from rl.ranks import dist, process, stops
 from rl.ranks.timers import Timers
 from rl.rewards.pool import ScoringPool
 from rl.samples.group import Group, all_gather_groups
 from rl.samples.schedule import NextTicket, SyncSchedule
-from rl.setup import CommonArgs, make_learner, set_up
+from rl.setup import CommonArgs, LocalWeights, make_learner, set_up
 from rl.training_run import TrainingRun
-from rl.weights.local import LocalWeights
 
 
 @dataclass

@@ -70,7 +70,7 @@ class Step(NamedTuple):
         forward = self.learner.forward
 
         def by_group(batch, members, max_tokens, ranks):
-            from rl.learning.micro_batches import micro_batch, plan_of
+            from rl.learning.batch import micro_batch, plan_of
 
             plan = [[members[places] for places in columns] for columns in plan_of(batch, members, max_tokens, ranks)]
             groups_of = [{*batch.group[torch.cat(column)].tolist()} for column in zip(*plan, strict=True)]  # of all ranks

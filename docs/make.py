@@ -133,14 +133,13 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         "one step of `train_sync.py`",
         {
             "the algorithm, and every formula": "train_sync.py losses.py",
-            "samples -> mini-batches -> gradients": "rl/learning/{batch,learner,micro_batches}.py "
+            "samples -> mini-batches -> gradients": "rl/learning/{batch,learner}.py "
             "rl/algorithm/{whole_batch,metrics,health,args}.py",
-            "the forward pass over packed rows": "rl/model/{policy,attention,packing}.py rl/ranks/shards.py",
-            "prompts -> responses": "rl/generation/{generator,responses,engine}.py "
-            "rl/generation/embedded/{engine,decoding}.py rl/data/{prompts,tables}.py "
-            "rl/samples/{group,schedule}.py",
-            "responses -> scores": "rl/rewards/{pool,score,verifiers,args}.py",
-            "new weights, logs, the clock": "rl/weights/local.py rl/training_run.py rl/setup.py rl/record/run.py "
+            "the forward pass over packed rows": "rl/model/{policy,attention}.py rl/ranks/shards.py",
+            "prompts -> responses": "rl/generation/{generator,embedded,engine}.py "
+            "rl/data/{prompts,tables}.py rl/samples/{group,schedule}.py",
+            "responses -> scores": "rl/rewards/{pool,args}.py",
+            "new weights, logs, the clock": "rl/training_run.py rl/setup.py rl/record/run.py "
             "rl/background.py rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },
     ),
@@ -160,7 +159,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "tools, environments, agents": "rl/generation/*episodes.py rl/environments/*",
             "images": "rl/images.py rl/data/image_prompts.py rl/learning/batch_images.py rl/model/vision_forward.py",
             "mixtures of experts": "rl/model/{router,grouped_experts,expert_parallel}.py",
-            "gated delta nets": "rl/model/hybrid/* rl/generation/embedded/states.py",
+            "gated delta nets": "rl/model/hybrid/*",
             "LoRA": "rl/learning/adapters.py",
             "memory, kernels, long sequences": "rl/learning/compact_adamw.py "
             "rl/model/{log_probs,sequence_parallel,attention_kernels,liger,compiled,sampling_mask}.py",
@@ -173,7 +172,7 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
         {
             "the command line": "rl/{flags,flags_help,parts,ranges,errors,printable}.py rl/algorithm/*",
             "data": "rl/data/*",
-            "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/generation/embedded/* rl/hub.py",
+            "loading a model": "rl/model/* rl/learning/* rl/generation/* rl/hub.py",
             "checkpoints": "rl/checkpoint/*",
             "what a run writes down": "rl/record/* rl/masking.py",
             "how processes start, fail and end": "rl/ranks/* rl/*",

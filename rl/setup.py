@@ -1,10 +1,11 @@
-"""The start of every script: the flags that all scripts share, and reading the model and the data before the first step.
+"""The start of every script: the flags that all scripts share, and what is made before the first step: the model, the data,
+and the way of the weights to an engine in the same process.
 
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +21,10 @@ from rl.data.job import Job, order_of
 from rl.data.prompts import PromptDataset
 from rl.environments.args import EnvironmentArgs
 from rl.errors import UserError
-from rl.generation.engine import EngineArgs, SamplingArgs
+from rl.generation.engine import Engine, EngineArgs, SamplingArgs
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
+from rl.model.attention import dtype_of
 from rl.model.pretrained import check_model, empty_model, end_token_ids, load_config, load_tokenizer, resolve, takes_images
 from rl.ranges import MayChange, Range, flag
 from rl.ranks import launch
@@ -299,3 +301,35 @@ def make_learner(args: CommonArgs, job: Job, ranks: Ranks) -> Learner:
 
         learner.critic = Critic(resolve(args.critic.critic_model or job.path), args, learner.ranks, job.total_steps)
     return learner
+
+
+class LocalWeights:
+    """The learner's weights for the engine in the same process, in the precision `dtype`, as train_sync.py publishes them.
+
+    Parameters that are never trained (--freeze-vision-tower) are gathered from the learners once, with the first publish. An
+    engine that shows its own tensors gets these again; other engines take whole sets only, so a copy is kept in host memory.
+    """
+
+    def __init__(self, learner: Learner, engine: Engine, dtype: torch.dtype):
+        self.learner = learner
+        self.engine = engine
+        self.dtype = dtype
+        self._kept: dict[str, torch.Tensor] | None = None  # the parameters never trained, after the first publish
+
+    def publish(self, version: int) -> None:
+        """Give the engine the learner's weights between two steps. A collective of the learners."""
+        self.engine.update(self._weights(), version)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every parameter."""
+        kept = self._kept or {}
+        is_first = self._kept is None
+        for name, tensor in self.learner.weights(self.dtype, frozen=is_first):
+            yield name, tensor
+            if name in self.learner.frozen:
+                shows_own = self.engine.shares_memory
+                dtype = dtype_of(name, self.dtype)
+                kept[name] = self.engine.read_back(name) if shows_own else tensor.to("cpu", dtype, copy=True)
+        self._kept = kept
+        if not is_first:
+            yield from kept.items()

@@ -54,7 +54,7 @@ class Tape:
             environments.place = self.place
 
     def place(self, id: tuple[Any, int]) -> Place:
-        """Return where the answers of a response are. id: its key, of rl/generation/responses.py, and its number."""
+        """Return where the answers of a response are. id: its key, of rl/generation/generator.py, and its number."""
         key, number = id
         kind = f"val_{self._engine.version:06d}" if key.validates else "train"
         return f"{kind}/{key.number:08d}.jsonl", number

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 
 import train_sync
 from rl.flags import read
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Engine, EngineArgs, Output, Request, SamplingParams
 from rl.learning.batch import Batch
 from rl.learning.flops import train_flops_per_token
@@ -44,7 +44,7 @@ from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
-from rl.weights.local import LocalWeights
+from rl.setup import LocalWeights
 from rl.weights.publish import digest
 from rl.weights.publish import read as read_digests
 from tools.doctor.measure import memory_left

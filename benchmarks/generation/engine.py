@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.utils import logging
 
 from examples.demo.sums import model_dir
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 
 

@@ -21,7 +21,7 @@ from common import over, random_model, ratios, setting, table, tree, words, writ
 
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 
 ENVIRONMENTS = Path(__file__).with_name("slow.py")

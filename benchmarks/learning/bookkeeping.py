@@ -38,8 +38,7 @@ from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics
 from rl.algorithm.staleness import staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout, forward_only
-from rl.learning.batch import Batch, Division
-from rl.learning.micro_batches import tokens_of
+from rl.learning.batch import Batch, Division, tokens_of
 from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response, all_gather_groups

@@ -28,9 +28,8 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 import train_sync
 from examples.demo.sums import build_tokenizer
 from rl.flags import read
-from rl.learning.batch import Batch, Division
+from rl.learning.batch import Batch, Division, micro_batches, tokens_of
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches, tokens_of
 from rl.model.attention import ATTENTION
 from rl.model.policy import Policy
 from rl.ranks import process

@@ -30,9 +30,8 @@ from transformers import AutoModelForCausalLM
 
 import train_sync
 from rl.flags import read
-from rl.learning.batch import Batch, Division
+from rl.learning.batch import Batch, Division, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model.attention import ATTENTION
 from rl.ranks import process
 from rl.ranks.dist import Ranks

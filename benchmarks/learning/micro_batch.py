@@ -21,9 +21,8 @@ import tyro
 from common import RESULTS, Rounds, over, random_model, ratios, setting, table, words, write
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.ranks import process
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, Response

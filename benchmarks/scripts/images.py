@@ -167,8 +167,8 @@ def learner(size: Size, model: str, file: str, args: Args) -> dict[str, list[flo
 
     import train_sync
     from rl.flags import read
+    from rl.learning.batch import micro_batches
     from rl.learning.learner import Learner
-    from rl.learning.micro_batches import micro_batches
     from rl.model.loading import load_weights
     from rl.ranks import dist
     from rl.ranks.timers import Timers

@@ -20,9 +20,8 @@ from scripts.images import SIZES, batch_of
 
 import train_sync
 from rl.flags import read
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import load_config
 from rl.ranks import dist
 from rl.ranks.shards import local

@@ -63,7 +63,7 @@ def patched(side: str, median: int, longest: int) -> None:
     from scripted import ScriptedEngine
 
     from rl.generation import generator
-    from rl.generation.embedded.engine import TransformersEngine
+    from rl.generation.embedded import TransformersEngine
     from rl.ranks import process
     from rl.split import init_split
     from rl.training_run import TrainingRun

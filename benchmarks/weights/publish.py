@@ -25,7 +25,7 @@ from common import table, write
 from torch.distributed import PrefixStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import device_groups, process

@@ -17,9 +17,8 @@ import losses
 from rl.algorithm import whole_batch
 from rl.algorithm.whole_batch import LossMeans
 from rl.errors import UserError
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch, Micros, Tokens
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch, Micros, Tokens
 from rl.model.policy import Policy
 from rl.model.pretrained import check_second_model, load_config, takes_images
 from rl.model.sequence_parallel import gather_log_probs

@@ -15,9 +15,8 @@ import torch
 
 from rl.environments.named import environment_flag
 from rl.errors import UserError
-from rl.learning.batch import Batch, TopTokens
+from rl.learning.batch import Batch, Micros, TopTokens, micro_batch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import Micros, micro_batch
 from rl.model.pretrained import check_second_model, load_config, resolve, takes_images
 from rl.model.sequence_parallel import gather_log_probs
 from rl.ranks.watchdog import progress

@@ -14,8 +14,7 @@ from torch import Tensor
 
 import losses
 from rl.algorithm.args import RolloutCorrectionArgs
-from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch, Tokens
+from rl.learning.batch import Batch, MicroBatch, Tokens
 
 MEANS = ("token-mean", "seq-mean-token-mean")  # aggregations whose denominators are sums over the ranks
 PIECE = 1 << 17  # tokens computed at once in passes over all of them: what a processor's cache holds

@@ -13,7 +13,7 @@ import numpy as np
 from rl.generation.engine import Output, request_seed
 from rl.generation.episode import History, Id, Named, nothing
 from rl.generation.episodes import Episodes
-from rl.generation.responses import Added, Key, OpenGroup
+from rl.generation.generator import Added, Key, OpenGroup
 from rl.model import sampling_mask
 from rl.ranks.timers import Timers
 from user_processes.pictures import files_of

@@ -1,5 +1,5 @@
 """The contract of a generation engine, the flags of every engine, and the choice between the two that implement it:
-rl/generation/embedded/engine.py and rl/generation/vllm/engine.py.
+rl/generation/embedded.py and rl/generation/vllm/engine.py.
 
 An `Engine` takes requests (`add`), returns the responses that finished (`step`), and takes new weights between two steps
 (`update`). Every sampled token has a log-prob and the version of the weights that sampled it. A request's tokens only depend on

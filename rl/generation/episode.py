@@ -11,9 +11,9 @@ import numpy as np
 from rl.data.job import Job
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request
-from rl.generation.responses import Added, Key
+from rl.generation.generator import Added, Key
 from rl.model import sampling_mask
-from rl.rewards.score import Score
+from rl.rewards.pool import Score
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images

@@ -21,12 +21,11 @@ from rl.data.job import Job
 from rl.environments.pool import Environments
 from rl.generation.engine import Engine, EngineRanks, Output, Request, request_seed
 from rl.generation.episode import Episode, History, Id, Named, images_of, named_of, nothing, with_answer
-from rl.generation.responses import Key, OpenGroup, Responses
+from rl.generation.generator import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
-from rl.rewards.pool import can_score
-from rl.rewards.score import Score
+from rl.rewards.pool import Score, can_score
 from user_processes.pictures import files_of
 
 if TYPE_CHECKING:

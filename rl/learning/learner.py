@@ -15,8 +15,7 @@ from torch import nn
 
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs, OptimizerArgs
-from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch, Micros
+from rl.learning.batch import Batch, MicroBatch, Micros
 from rl.learning.placement import load_policy
 from rl.model.attention import IN_FP32, dtype_of, linear_layers
 from rl.model.policy import Policy

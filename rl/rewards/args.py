@@ -6,7 +6,8 @@ from typing import Annotated
 from rl.errors import UserError
 from rl.parts import Part
 from rl.ranges import Content, MayChange, Range
-from rl.rewards.verifiers import CODE
+
+CODE = "code"  # --reward code, and the name of its grader
 
 
 @dataclass(frozen=True)

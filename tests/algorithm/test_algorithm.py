@@ -13,9 +13,8 @@ import train_sync
 from rl import parts
 from rl.algorithm import whole_batch
 from rl.errors import UserError
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch, Tokens
 from rl.learning.learner import Forward, Learner
-from rl.learning.micro_batches import MicroBatch, Tokens
 from rl.ranges import check
 from rl.ranks.timers import Timers
 

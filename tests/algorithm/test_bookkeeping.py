@@ -15,8 +15,7 @@ from rl import parts
 from rl.algorithm import metrics, whole_batch
 from rl.algorithm.metrics import rollout_metrics
 from rl.algorithm.whole_batch import correct_rollout
-from rl.learning.batch import Batch
-from rl.learning.micro_batches import tokens_of
+from rl.learning.batch import Batch, tokens_of
 
 SIZES = (1, 7, 40, 1 << 17)  # of a piece
 

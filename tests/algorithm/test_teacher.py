@@ -18,9 +18,8 @@ from rl.algorithm.metrics import Fates
 from rl.algorithm.teacher import Teacher, check_teacher
 from rl.errors import UserError
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import Tokens, micro_batches
 from rl.model import policy
 from rl.ranges import check
 

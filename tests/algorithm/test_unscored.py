@@ -19,11 +19,10 @@ from rl.algorithm.metrics import validation_metrics
 from rl.checkpoint.saver import Best
 from rl.data.prompts import Prompt
 from rl.generation.engine import Output
-from rl.generation.generator import Generator
-from rl.generation.responses import Key, OpenGroup, Responses
+from rl.generation.generator import Generator, Key, OpenGroup, Responses
 from rl.learning.batch import Batch
 from rl.record import validations
-from rl.rewards.score import Score, ScoringEvents
+from rl.rewards.pool import Score, ScoringEvents
 from rl.samples.group import Group
 from rl.training_run import TrainingRun
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import CHILDREN_FORK, ROOT, left_over, run_script
 
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.ranks import host
 from tools.doctor import packages
 from tools.doctor.processes import OK, SKIPPED, SLOW, WRONG

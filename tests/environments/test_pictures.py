@@ -22,12 +22,11 @@ from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep
 from rl.data.prompts import Prompt, PromptDataset, PromptOrder
 from rl.environments.pool import Environments
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.generator import Generator, make_responses
 from rl.images import to_rgb
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch
 from rl.learning.batch_images import BatchImages
-from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
 from rl.model.policy import Policy
 from rl.model.pretrained import end_token_ids, load_config, load_tokenizer

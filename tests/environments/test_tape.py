@@ -14,7 +14,7 @@ from test_pool import answers
 from rl.environments.args import EnvironmentArgs
 from rl.environments.pool import Environments
 from rl.errors import UserError
-from rl.generation.responses import Key
+from rl.generation.generator import Key
 from rl.rewards.pool import RewardArgs, ScoringPool
 from user_processes.tape import Tape
 

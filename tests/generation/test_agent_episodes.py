@@ -11,9 +11,8 @@ from test_episodes import ANSWER, TURN, Played, finish, make, script
 
 from rl.generation.agent_episodes import AgentEpisodes
 from rl.generation.engine import Output, Request, SamplingParams
-from rl.generation.responses import Key
-from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch
+from rl.generation.generator import Key
+from rl.learning.batch import Batch, MicroBatch
 from rl.model import sampling_mask
 from rl.samples.group import Group
 
@@ -297,7 +296,7 @@ def test_every_history_is_replayed_with_the_experts_that_sampled_it(models, rank
     with all in one row. unlike: the response whose first call is not its group's; it ends first."""
     from transformers import AutoModelForCausalLM
 
-    from rl.generation.embedded.engine import TransformersEngine
+    from rl.generation.embedded import TransformersEngine
     from rl.learning.args import LearnerArgs
     from rl.learning.learner import Learner
     from rl.model.router import UNKNOWN

@@ -18,8 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from rl.errors import UserError
-from rl.generation.embedded.decoding import sample
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine, sample
 from rl.generation.engine import EngineArgs, Request, SamplingParams, request_seed
 from rl.generation.generator import choose_engine, make_engine
 

@@ -17,8 +17,7 @@ from rl import parts
 from rl.data.prompts import Prompt
 from rl.generation.engine import Request
 from rl.generation.episodes import Episodes
-from rl.generation.generator import Generator
-from rl.generation.responses import Key
+from rl.generation.generator import Generator, Key
 from rl.samples.group import UNPENALISED, Group
 
 END, ANSWER = 1, [90, 91, 92]

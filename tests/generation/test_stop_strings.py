@@ -19,10 +19,9 @@ import train_async
 from rl import parts
 from rl.data.prompts import Prompt
 from rl.errors import UserError
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.episodes import Episodes
-from rl.generation.generator import Generator
-from rl.generation.responses import Responses
+from rl.generation.generator import Generator, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranges import check
 from rl.samples.group import Group

@@ -11,8 +11,7 @@ from helpers import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.learning.batch import Batch, Division, pack
-from rl.learning.micro_batches import MicroBatch, micro_batches
+from rl.learning.batch import Batch, Division, MicroBatch, micro_batches, pack
 from rl.model.attention import SHORT, Packed
 from rl.ranks.dist import Ranks
 from rl.samples.group import Group, join_records, split_records

@@ -12,8 +12,7 @@ import train_sync
 from rl import parts
 from rl.algorithm.critic import check_critic, explained_variance
 from rl.errors import UserError
-from rl.learning.batch import Batch
-from rl.learning.micro_batches import micro_batches
+from rl.learning.batch import Batch, micro_batches
 from rl.ranges import check
 from rl.ranks.timers import Timers
 from rl.setup import make_learner

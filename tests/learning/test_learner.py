@@ -13,9 +13,8 @@ from helpers import SMALL, log_distributions, make_group, plain_log_probs, relat
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner, lr_factor
-from rl.learning.micro_batches import micro_batches
 from rl.model import log_probs as log_probs_module
 
 BUDGETS = [32, 100, 4096]

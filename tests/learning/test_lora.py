@@ -12,15 +12,14 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from rl.errors import UserError
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.learning.adapters import AdaptedLinear, check_model
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model.pretrained import empty_model, load_config
 from rl.ranks.shards import local
-from rl.weights.local import LocalWeights
+from rl.setup import LocalWeights
 
 TEMPERATURE = 0.7
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

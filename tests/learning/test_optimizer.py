@@ -8,10 +8,9 @@ from helpers import make_group
 from torch.distributed.fsdp import FSDPModule
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.compact_adamw import CompactAdamW
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.ranges import check
 from rl.ranks.shards import local
 

@@ -10,8 +10,8 @@ from helpers import DELTA, SMALL
 from test_delta_net import differences, in_double, micro_batch, recurrence  # noqa: F401  (a fixture)
 from transformers import Qwen3_5TextConfig
 
-from rl.generation.embedded.states import FillingChain, States
 from rl.model.hybrid.rule import LENGTHS, PACKAGE, _checked, choose_rule, compared, packed_rule, unused
+from rl.model.hybrid.states import FillingChain, States
 from rl.model.kernel_check import TOLERANCE
 from rl.ranks.device import DELTA_RULE
 

@@ -15,9 +15,8 @@ import train_sync
 from examples.demo.sums import build_tokenizer
 from rl import parts
 from rl.errors import UserError
-from rl.generation.embedded.engine import TransformersEngine
-from rl.learning.batch import Batch
-from rl.learning.micro_batches import MicroBatch
+from rl.generation.embedded import TransformersEngine
+from rl.learning.batch import Batch, MicroBatch
 from rl.model import router
 from rl.model.attention import ATTENTION
 from rl.model.hybrid import chain, delta_net, rule

@@ -14,9 +14,8 @@ from torch._inductor import config
 from rl.errors import UserError
 from rl.learning import placement
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model import liger
 from rl.model.compiled import compile_layers
 from rl.model.pretrained import empty_model, load_config

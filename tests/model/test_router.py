@@ -13,11 +13,10 @@ from test_engine import drain, requests_for
 from transformers import AutoModelForCausalLM
 
 from rl.errors import UserError
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
 from rl.model import router
 from rl.model.router import Router, check_record
 from rl.samples.group import Group

@@ -11,12 +11,11 @@ from test_engine import PROMPTS, drain, requests_for
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import losses
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Output, Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model import policy, sampling_mask
 from rl.samples.group import Group
 

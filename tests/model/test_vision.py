@@ -17,13 +17,12 @@ from transformers import AutoModelForImageTextToText
 from rl.data.args import DataArgs
 from rl.data.image_prompts import ImagePrep
 from rl.data.prompts import PromptDataset, PromptOrder
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams, request_seed
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch
 from rl.learning.batch_images import BatchImages
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import load_weights
 from rl.model.policy import Policy
 from rl.model.pretrained import load_config, load_tokenizer

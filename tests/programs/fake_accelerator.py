@@ -30,7 +30,7 @@ from rl.algorithm.metrics import perf_metrics
 from rl.algorithm.teacher import Teacher
 from rl.data.prompts import Prompt
 from rl.generation import generator as engines
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning import batch as batches
 from rl.learning import compact_adamw
@@ -44,8 +44,8 @@ from rl.ranks.dist import Ranks
 from rl.ranks.launch import Node
 from rl.ranks.timers import Timers
 from rl.samples.group import Group
+from rl.setup import LocalWeights
 from rl.split import Split
-from rl.weights.local import LocalWeights
 from rl.weights.publish import Publisher, PublishPlan, Subscriber
 from tools.doctor.measure import memory_left
 from tools.plan.fake_device import OWN, aten

@@ -12,9 +12,8 @@ import torch
 from helpers import make_group, whole
 
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model import policy
 from rl.ranks import dist, process
 

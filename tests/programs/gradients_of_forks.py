@@ -21,12 +21,11 @@ import train_async
 import train_one_step_off
 import train_sync
 from rl import parts
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch, Division
+from rl.learning.batch import Batch, Division, micro_batches
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.ranks import process
 from rl.ranks.timers import Timers
 from rl.samples.group import Group

@@ -9,7 +9,7 @@ import sys
 from types import SimpleNamespace
 
 from rl.generation.engine import Output
-from rl.generation.responses import Key, OpenGroup
+from rl.generation.generator import Key, OpenGroup
 from rl.rewards.args import RewardArgs
 from rl.rewards.pool import ScoringPool
 

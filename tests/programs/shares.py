@@ -19,8 +19,7 @@ from rl.algorithm import whole_batch
 from rl.algorithm.metrics import batch_metrics, rollout_metrics
 from rl.algorithm.staleness import staleness_metrics
 from rl.algorithm.whole_batch import correct_rollout
-from rl.learning.batch import Batch, Division
-from rl.learning.micro_batches import micro_batches, tokens_of
+from rl.learning.batch import Batch, Division, micro_batches, tokens_of
 from rl.ranks import process
 
 PROMPTS, MAX_TOKENS = 3, 64

@@ -17,9 +17,7 @@ from rl import printable
 from rl.errors import UserError
 from rl.ranges import check
 from rl.rewards import scorers
-from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
-from rl.rewards.score import Score, as_score, overlong_penalty
-from rl.rewards.verifiers import BUILT_IN, CODE, verifier
+from rl.rewards.pool import BUILT_IN, CODE, RewardArgs, Score, ScoringPool, as_score, check_sources, overlong_penalty, verifier
 from user_processes import scoring
 
 pytestmark = pytest.mark.timeout(200)

@@ -14,9 +14,8 @@ from rl import parts
 from rl.errors import UserError
 from rl.generation.generator import make_generator
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
 from rl.ranges import check
 from rl.rewards.pool import ScoringPool
 from rl.samples.group import Group

@@ -14,14 +14,13 @@ from transformers import AutoModelForImageTextToText, Qwen3_5TextConfig
 
 import train_sync
 from rl.checkpoint.saver import Saver
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
 from rl.samples.group import Group
-from rl.weights.local import LocalWeights
+from rl.setup import LocalWeights
 
 
 def make(path, **more) -> str:

@@ -231,9 +231,8 @@ def packed_learner(path: str, ranks, **flags) -> tuple:
     import torch
 
     from rl.learning.args import LearnerArgs
-    from rl.learning.batch import Batch
+    from rl.learning.batch import Batch, MicroBatch
     from rl.learning.learner import Learner
-    from rl.learning.micro_batches import MicroBatch
 
     learner = Learner(path, LearnerArgs(**flags), ranks, 10)
     batch = Batch.of([make_group(t, sizes, prompt=3 + 5 * t) for t, sizes in enumerate([[5, 9, 3], [1], [17, 2]])])

@@ -19,16 +19,16 @@ from test_vision import vlms  # noqa: F401  (a fixture)
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
-from rl.generation.embedded.engine import TransformersEngine
+from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import stops
 from rl.ranks.shards import local
+from rl.setup import LocalWeights
 from rl.transport import bridge
 from rl.transport.bridge import Bridge
 from rl.weights import publish
-from rl.weights.local import LocalWeights
 from rl.weights.publish import Publisher, Subscriber
 
 CPU, PROMPT = torch.device("cpu"), [5, 6, 7]

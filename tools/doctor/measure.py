@@ -22,18 +22,17 @@ import train_sync
 from rl import flags
 from rl.generation.engine import Engine, Request, SamplingParams
 from rl.generation.generator import make_engine
-from rl.learning.batch import Batch
+from rl.learning.batch import Batch, micro_batches
 from rl.learning.batch_images import BatchImages
 from rl.learning.flops import train_flops_per_token
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import micro_batches
 from rl.model.attention import linear_layers
 from rl.model.pretrained import resolve
 from rl.ranks import device, process
 from rl.ranks.dist import Ranks
 from rl.ranks.timers import Timers
 from rl.samples.group import Group, Response
-from rl.weights.local import LocalWeights
+from rl.setup import LocalWeights
 from tools.doctor.processes import ATTACH, OK, SLOW, WRONG, Finding
 
 # Largest mean and largest 99% quantile of |log-prob of the engine - log-prob of the learner|. Raw log-probs, without a

@@ -27,9 +27,8 @@ from rl.algorithm import whole_batch
 from rl.algorithm.teacher import teacher_path
 from rl.data.image_prompts import KEPT_BYTES, Images
 from rl.learning import placement
-from rl.learning.batch import Batch, Division, pack
+from rl.learning.batch import Batch, Division, MicroBatch, pack
 from rl.learning.learner import Learner
-from rl.learning.micro_batches import MicroBatch
 from rl.model.loading import Weights
 from rl.model.pretrained import check_lengths, empty_model, load_config, resolve, takes_images
 from rl.model.sampling_mask import most_tokens

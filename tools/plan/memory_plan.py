@@ -120,7 +120,7 @@ def engine_memory(args: CommonArgs, device: Device) -> EngineMemory:
     kv = kv_bytes(config) * precision // 2 // min(args.engine.rollout_tp, heads)
     state = 0
     if linear_layers(config):
-        from rl.generation.embedded.states import States
+        from rl.model.hybrid.states import States
 
         own = States(config.get_text_config(), 1, args.engine.weights_dtype(args.learner.dtype), torch.device("cpu"))
         state = (own.inputs.nbytes + own.recurrent.nbytes) // args.engine.rollout_tp

@@ -3,7 +3,7 @@
 transformers' forward of such a layer knows one sequence a row: on a packed row its convolution and its recurrent state would
 run from one sequence into the next. Here a layer projects the row token by token with transformers' own modules, and the row's
 `layout.chain` computes the parts that look back: a convolution over K tokens, and a state [Dk, Dv] of each head. chain.py does
-this for the learner's packed rows, rl/generation/embedded/states.py for the engine.
+this for the learner's packed rows, rl/model/hybrid/states.py for the engine.
 
 Left out: other linear attention (Mamba, Kimi, MiniMax, LFM2), which is refused by the class of its layers.
 """

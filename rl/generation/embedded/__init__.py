@@ -1,1 +1,0 @@
-"""The engine over transformers: continuous batching in the learner's process and precision."""
