@@ -31,7 +31,8 @@ from rl.generation.episodes import OF_GROUP
 from rl.printable import one_line
 from rl.ranks import process
 from rl.rewards.args import RewardArgs
-from rl.rewards.pool import Score, ScoringPool, can_score
+from rl.rewards.pool import ScoringPool, can_score
+from rl.rewards.score import Score
 from rl.samples.group import Response
 from tools.rehearse import episode
 from tools.rehearse.attacks import BREAKERS, attacks, right_answers

@@ -189,7 +189,7 @@ def load_script(file: Path) -> ModuleType:
 def begin_again(replay: Replay, ranks: dist.Ranks) -> tuple:
     """Return the script's args, the learner as the first step found it, and a run that trains from there, with a generator if
     it validates. Raise UserError if it cannot. Collective."""
-    from rl.generation.generator import make_generator
+    from rl.generation.make import make_generator
     from rl.rewards.pool import ScoringPool
     from rl.setup import make_learner, set_up
     from rl.training_run import TrainingRun

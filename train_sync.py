@@ -18,7 +18,8 @@ import losses
 from rl import flags
 from rl.algorithm import whole_batch
 from rl.data.job import Job
-from rl.generation.generator import Generator, make_generator
+from rl.generation.generator import Generator
+from rl.generation.make import make_generator
 from rl.learning.batch import Batch, Tokens, micro_batches
 from rl.learning.learner import Forward, Learner
 from rl.ranks import dist, process, stops

@@ -135,10 +135,10 @@ READING = (  # what somebody wants to read about -> the files, as a shell writes
             "the algorithm, and every formula": "train_sync.py losses.py",
             "samples -> mini-batches -> gradients": "rl/learning/{batch,learner}.py "
             "rl/algorithm/{whole_batch,metrics,health,args}.py",
-            "the forward pass over packed rows": "rl/model/{policy,attention}.py rl/ranks/shards.py",
+            "the forward pass over packed rows": "rl/model/{policy,attention,packing}.py rl/ranks/shards.py",
             "prompts -> responses": "rl/generation/{generator,embedded,engine}.py "
             "rl/data/{prompts,tables}.py rl/samples/{group,schedule}.py",
-            "responses -> scores": "rl/rewards/{pool,args}.py",
+            "responses -> scores": "rl/rewards/{pool,score,args}.py",
             "new weights, logs, the clock": "rl/training_run.py rl/setup.py rl/record/run.py "
             "rl/background.py rl/samples/recorder.py rl/ranks/{timers,dist,device,stops,watchdog}.py",
         },

@@ -29,7 +29,7 @@ from rl.data.files import read_table
 from rl.data.tables import Rows
 from rl.errors import UserError
 from rl.printable import printable
-from rl.rewards.pool import format_of
+from rl.rewards.score import format_of
 
 FILES = {".parquet", ".jsonl", ".json"}
 

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 from rl.data.job import Job
-from rl.generation.generator import make_generator
+from rl.generation.make import make_generator
 from rl.rewards.pool import ScoringPool
 from rl.samples.channel import ControlBlock, Outbox
 from rl.samples.group import Group

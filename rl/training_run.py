@@ -33,7 +33,7 @@ from rl.ranks import dist, launch, stops
 from rl.ranks.timers import gather_ledgers
 from rl.record import validations
 from rl.record.run import Run
-from rl.rewards.pool import OUT, ScoringEvents, event_of, unasked
+from rl.rewards.score import OUT, ScoringEvents, event_of, unasked
 from rl.samples.group import Group, all_gather_groups
 from rl.samples.recorder import Recorder
 from rl.setup import CommonArgs, RunArgs

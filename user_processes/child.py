@@ -170,7 +170,7 @@ def as_line(message: dict) -> bytes:
 
 
 def failure(error: BaseException) -> dict:
-    """Return the answer for an exception, which may name its event (rl/rewards/pool.py)."""
+    """Return the answer for an exception, which may name its event (rl/rewards/score.py)."""
     return {"event": getattr(error, "event", "error"), "message": f"{describe(error):.500}"}
 
 

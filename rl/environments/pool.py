@@ -1,6 +1,6 @@
 """A rank's environments and agents: their answers are read between two decoding steps, and nothing here waits for one.
 
-If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/pool.py.
+If one hangs, dies, raises or returns a wrong value, that is an event of its own episode, of the kinds in rl/rewards/score.py.
 They are played in another process, user_processes/worker.py.
 """
 

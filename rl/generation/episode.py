@@ -13,7 +13,7 @@ from rl.data.prompts import Prompt
 from rl.generation.engine import Output, Request
 from rl.generation.generator import Added, Key
 from rl.model import sampling_mask
-from rl.rewards.pool import Score
+from rl.rewards.score import Score
 
 if TYPE_CHECKING:
     from rl.data.image_prompts import Images

@@ -25,7 +25,8 @@ from rl.generation.generator import Key, OpenGroup, Responses
 from rl.generation.stop_strings import StopStrings
 from rl.ranks.timers import Timers
 from rl.rewards.outages import Outages
-from rl.rewards.pool import Score, can_score
+from rl.rewards.pool import can_score
+from rl.rewards.score import Score
 from user_processes.pictures import files_of
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import torch
 from transformers import PretrainedConfig
 
 from rl.errors import UserError
-from rl.model.attention import tokens_seen
 from rl.model.kernel_check import differences, first_wrong
+from rl.model.packing import tokens_seen
 from rl.ranks.device import moved, packed_attention
 
 COMPRESSED = 2048  # rows and columns of the mask that means a causal one of any size

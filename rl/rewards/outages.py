@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rl.ranks import watchdog
-from rl.rewards.pool import OUT
+from rl.rewards.score import OUT
 
 FAILURES = 16  # in a row
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds

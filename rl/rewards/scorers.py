@@ -5,9 +5,9 @@ import os
 from typing import Any
 
 from rl.errors import UserError
-from rl.rewards.args import RewardArgs
+from rl.rewards.args import CODE, RewardArgs
 from rl.rewards.outages import LastScored, Outages
-from rl.rewards.pool import BUILT_IN, CODE, EVENTS, Score, as_score, grade
+from rl.rewards.score import BUILT_IN, EVENTS, Score, as_score, grade
 from user_processes.server import Server, as_json, without_job
 
 MEMORY = 32 << 30  # bytes that a scoring process may allocate
@@ -26,7 +26,7 @@ class Scorers:
         self._name = args.own_reward or "scoring"
         self._outages = Outages(args.outage_timeout, args.own_reward or "the grader", self._send)
         settings = {"spec": args.reward if args.own_reward else "", "weights": args.reward_weights}
-        settings["built_in"] = "rl.rewards.pool:grade"
+        settings["built_in"] = "rl.rewards.score:grade"
         settings |= {"timeout": args.reward_timeout, "memory": MEMORY, "workers": args.reward_workers}
         environment = without_job(os.environ)
         self._server = Server("user_processes.scoring", settings, environment, self._name, "the reward function")

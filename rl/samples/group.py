@@ -12,7 +12,7 @@ import numpy as np
 
 from rl.errors import UserError
 from rl.ranks.dist import all_gather_bytes
-from rl.rewards.pool import OUT, event_of
+from rl.rewards.score import OUT, event_of
 
 # Names among a response's further numbers, if there is a length penalty
 UNPENALISED = "unpenalised_score"

@@ -22,7 +22,7 @@ from rl.generation.engine import Output
 from rl.generation.generator import Generator, Key, OpenGroup, Responses
 from rl.learning.batch import Batch
 from rl.record import validations
-from rl.rewards.pool import Score, ScoringEvents
+from rl.rewards.score import Score, ScoringEvents
 from rl.samples.group import Group
 from rl.training_run import TrainingRun
 

@@ -13,7 +13,7 @@ from test_data import dataset, write
 from examples import make_data
 from math_grader import graders
 from math_grader.graders import FORMATS
-from rl.rewards.pool import LOOKED_AT, unasked
+from rl.rewards.score import LOOKED_AT, unasked
 
 GSM8K = [
     {"question": "Ann has 3 pens and buys 1,999 more. How many?", "answer": "3 + 1,999 = <<3+1999=2002>>2,002\n#### 2,002"},

@@ -23,7 +23,8 @@ from rl.data.image_prompts import ImagePrep
 from rl.data.prompts import Prompt, PromptDataset, PromptOrder
 from rl.environments.pool import Environments
 from rl.generation.embedded import TransformersEngine
-from rl.generation.generator import Generator, make_responses
+from rl.generation.generator import Generator
+from rl.generation.make import make_responses
 from rl.images import to_rgb
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.batch_images import BatchImages

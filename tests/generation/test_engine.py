@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 from rl.errors import UserError
 from rl.generation.embedded import TransformersEngine, sample
 from rl.generation.engine import EngineArgs, Request, SamplingParams, request_seed
-from rl.generation.generator import choose_engine, make_engine
+from rl.generation.make import choose_engine, make_engine
 
 HYBRIDS = ("qwen3_5", "qwen3_next")  # these decode by a recurrence what a forward pass computes in chunks
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [3, 4, 5, 6], [20] * 9]

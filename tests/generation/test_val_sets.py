@@ -14,7 +14,7 @@ from rl.errors import UserError
 from rl.generation.engine import SamplingArgs
 from rl.generation.val_sets import ValSets
 from rl.record import validations
-from rl.rewards.pool import as_score
+from rl.rewards.score import as_score
 
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):

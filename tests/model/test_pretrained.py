@@ -21,7 +21,7 @@ from rl.data.args import DataArgs
 from rl.data.prompts import PromptDataset
 from rl.errors import UserError
 from rl.generation.engine import EngineArgs
-from rl.generation.generator import make_engine
+from rl.generation.make import make_engine
 from rl.model.loading import load_weights
 from rl.model.pretrained import check_model, end_token_ids, generation_config, resolve
 

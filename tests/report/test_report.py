@@ -16,7 +16,7 @@ import report
 from report import Args, main
 from rl.errors import UserError
 from rl.record.provenance import code_digest, package_files
-from rl.rewards.pool import EVENTS
+from rl.rewards.score import EVENTS
 from tools.report.conclusions import conclude, first_at, overview, speedup
 from tools.report.logs import Log, RunGroup, find_runs, group_runs, load
 

@@ -8,7 +8,8 @@ from helpers import bits, train
 from rl.generation.generator import Key
 from rl.rewards.args import RewardArgs
 from rl.rewards.outages import FAILURES, LONGEST_PAUSE, LastScored, Outages
-from rl.rewards.pool import Score, ScoringPool
+from rl.rewards.pool import ScoringPool
+from rl.rewards.score import Score
 from user_processes.tape import Tape
 
 GOOD, BAD = Score(1.0), Score(None, event="error", message="the judge is gone")

@@ -17,7 +17,9 @@ from rl import printable
 from rl.errors import UserError
 from rl.ranges import check
 from rl.rewards import scorers
-from rl.rewards.pool import BUILT_IN, CODE, RewardArgs, Score, ScoringPool, as_score, check_sources, overlong_penalty, verifier
+from rl.rewards.args import CODE
+from rl.rewards.pool import RewardArgs, ScoringPool, check_sources
+from rl.rewards.score import BUILT_IN, Score, as_score, overlong_penalty, verifier
 from user_processes import scoring
 
 pytestmark = pytest.mark.timeout(200)

@@ -16,7 +16,8 @@ from wrong_answers import wrong_answers
 
 from math_grader.answers import same
 from math_grader.graders import geo3k, gsm8k, gsm8k_flexible, math_dapo, math_verify
-from rl.rewards.pool import BUILT_IN, CODE, exact, verifier, verifier_name
+from rl.rewards.args import CODE
+from rl.rewards.score import BUILT_IN, exact, verifier, verifier_name
 
 ROWS = [json.loads(line) for line in (ROOT / "tests" / "fixtures" / "graders.jsonl").read_text().splitlines()]
 GEO3K = Path(os.environ.get("RL_GEO3K", ROOT.parent / "shared" / "data" / "geo3k"))  # train.parquet

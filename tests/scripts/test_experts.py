@@ -12,7 +12,7 @@ import train_async
 import train_sync
 from rl import parts
 from rl.errors import UserError
-from rl.generation.generator import make_generator
+from rl.generation.make import make_generator
 from rl.learning.args import LearnerArgs
 from rl.learning.batch import Batch, MicroBatch
 from rl.learning.learner import Learner

@@ -4,7 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from rl.generation.engine import Output, Request
-from rl.rewards.pool import Score
+from rl.rewards.score import Score
 
 
 class ScriptedEngine:

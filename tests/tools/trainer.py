@@ -8,7 +8,8 @@ from rl import parts
 from rl.algorithm.critic import Critic
 from rl.algorithm.metrics import batch_metrics, rollout_metrics
 from rl.generation.engine import EngineRanks
-from rl.generation.generator import Generator, make_generator
+from rl.generation.generator import Generator
+from rl.generation.make import make_generator
 from rl.learning.batch import Batch
 from rl.learning.learner import Learner
 from rl.ranges import check

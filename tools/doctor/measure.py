@@ -21,7 +21,7 @@ import torch
 import train_sync
 from rl import flags
 from rl.generation.engine import Engine, Request, SamplingParams
-from rl.generation.generator import make_engine
+from rl.generation.make import make_engine
 from rl.learning.batch import Batch, micro_batches
 from rl.learning.batch_images import BatchImages
 from rl.learning.flops import train_flops_per_token

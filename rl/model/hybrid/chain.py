@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.model.attention import in_buckets
 from rl.model.hybrid.rule import chunked, packed_rule, recurred_by, wide
+from rl.model.packing import in_buckets
 
 
 @dataclass(frozen=True)
