@@ -67,7 +67,7 @@ def actor_loss(args: Args, t: Tokens, out: Forward, denominator: float) -> tuple
     loss = terms["pg_loss"]
     if args.loss.entropy_coeff:
         loss = loss - args.loss.entropy_coeff * terms["entropy"]
-    if args.loss.use_kl_loss:
+    if args.loss.kl_loss_coef:
         terms["kl_loss"] = aggregate(losses.kl_penalty(log_prob, t.ref_log_prob, t.mask, args.loss.kl_loss_type, old))
         loss = loss + args.loss.kl_loss_coef * terms["kl_loss"]
     if args.teacher.teacher:
@@ -109,7 +109,7 @@ def learn(args: Args, learner: Learner, batch: Batch, timer: Timers) -> dict[str
         targets.reward = whole_batch.token_reward(batch)
         if args.teacher.teacher_alone:
             targets.reward = torch.zeros_like(targets.reward)
-        if args.loss.use_kl_in_reward:
+        if args.loss.kl_reward_coef:
             targets.kl = losses.kl_penalty(targets.old_log_prob, targets.ref_log_prob, batch.trained, args.loss.kl_reward_type)
             targets.reward = targets.reward - args.loss.kl_reward_coef * targets.kl
             metrics["actor/reward_kl_penalty_coeff"] = args.loss.kl_reward_coef

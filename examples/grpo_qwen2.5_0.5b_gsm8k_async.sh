@@ -20,7 +20,7 @@ torchrun --standalone --nproc-per-node 2 train_async.py --generators 1 \
   --staleness-threshold 0.2 --publish-every 4 --partial-rollout recompute \
   --train-batch-size 64 --rollout-n 8 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.28 --clip-ratio-c 10.0 \
-  --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0 \
+  --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --overlong-buffer-len 512 --overlong-penalty-factor 1.0 \
   --lr 1e-6 --lr-warmup-steps 10 --lr-scheduler-type constant --weight-decay 0.1 --grad-clip 1.0 \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 5120 \

@@ -16,7 +16,7 @@ torchrun --standalone --nproc-per-node 2 train_sync.py \
   --train-batch-size 128 --ppo-mini-batch-size 64 --rollout-n 8 \
   --max-prompt-length 2048 --max-response-length 3072 --filter-overlong-prompts --truncation error \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
-  --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0.001 \
+  --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0.001 \
   --lr 5e-7 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 10240 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.7 \

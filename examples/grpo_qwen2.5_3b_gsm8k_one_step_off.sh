@@ -4,7 +4,7 @@
 #   examples/grpo_qwen2.5_3b_gsm8k_one_step_off.sh [further flags]        # the same on GPU and NPU
 #
 # Hardware: 4 + 4 devices of 40 GB or more. By count, not measured: 3.1B parameters x 16 bytes over 4 learners is 12 GB each, the
-# reference (--use-kl-loss) waits in host memory, one copy of 12 GB over the 4; two devices share an engine, which holds 6 GB of
+# reference (--kl-loss-coef) waits in host memory, one copy of 12 GB over the 4; two devices share an engine, which holds 6 GB of
 # weights and its KV cache. Not run on either kind yet.
 # Micro-batches of 12,288 tokens are verl's 8 sequences; its first script had 40 of them, 61,440 tokens. Only memory differs.
 # verl's run validates only before the first step; here --test-freq 0 turns this off, too. To validate, add
@@ -20,7 +20,7 @@ torchrun --standalone --nproc-per-node 8 train_one_step_off.py --generators 4 \
   --train-batch-size 1024 --ppo-mini-batch-size 256 --rollout-n 5 \
   --max-prompt-length 512 --max-response-length 1024 --filter-overlong-prompts --truncation error \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
-  --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0 \
+  --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --lr 3e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 12288 \
   --engine vllm --rollout-tp 2 --gpu-memory-utilization 0.6 \

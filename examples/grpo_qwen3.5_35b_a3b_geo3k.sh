@@ -18,7 +18,7 @@ torchrun --standalone --nproc-per-node 8 train_sync.py \
   --train-batch-size 64 --ppo-mini-batch-size 16 --rollout-n 5 \
   --max-prompt-length 1024 --max-response-length 2048 --filter-overlong-prompts --truncation error \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
-  --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coeff 0 \
+  --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 3072 --param-offload \
   --engine vllm --rollout-tp 4 --gpu-memory-utilization 0.6 --max-num-batched-tokens 8192 \

@@ -26,7 +26,7 @@ torchrun --nnodes $nodes --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER:-
   --train-batch-size 128 --ppo-mini-batch-size 64 --rollout-n 4 \
   --adv-estimator grpo --loss-agg-mode token-mean --clip-ratio-low 0.2 --clip-ratio-high 0.2 \
   --rollout-is sequence --rollout-is-threshold 2.0 --rollout-is-batch-normalize --rollout-rs token_k1 --rollout-rs-threshold 0.6_1.6 \
-  --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coeff 0 \
+  --kl-loss-coef 0.01 --kl-loss-type low_var_kl --entropy-coeff 0 \
   --lr 1e-6 --lr-warmup-steps 0 --lr-scheduler-type constant \
   --dtype bfloat16 --gradient-checkpointing --max-tokens-per-micro-batch 16384 \
   --engine vllm --rollout-tp 1 --gpu-memory-utilization 0.8 --max-num-batched-tokens 32768 \

@@ -28,6 +28,10 @@ Flags = TypeVar("Flags")
 
 FROM_RUN = "--from-run"
 OF_ONE_RUN = {"experiment_name", "resume_mode"}  # which another run does not take over
+GONE = {  # flags that were taken out -> what to write
+    "--use-kl-loss": "--kl-loss-coef above 0 adds the KL to the loss: write --kl-loss-coef 0.001",
+    "--use-kl-in-reward": "--kl-reward-coef above 0 subtracts the KL from the reward: write --kl-reward-coef 0.001",
+}
 CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -129,6 +133,7 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     own = "".join(part.hint(unknown) for part in parts.tree(found) if hasattr(part, "hint"))
+    own += "".join(f" {name}: {GONE[name]}." for name in names if name in GONE)
     hint = own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 

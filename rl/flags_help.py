@@ -24,7 +24,7 @@ COMMON = {
     *("model", "total_training_steps", "total_epochs", "test_freq"),
     *("train_files", "val_files", "max_prompt_length"),
     "reward",
-    *("adv_estimator", "loss_mode", "use_kl_loss", "kl_loss_coef"),
+    *("adv_estimator", "loss_mode", "kl_loss_coef"),
     *("train_batch_size", "ppo_mini_batch_size", "publish_every", "staleness_threshold", "generators"),
     *("engine", "rollout_n", "max_response_length", "temperature", "rollout_tp"),
     *("lr", "gradient_checkpointing", "lora_rank"),

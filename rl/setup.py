@@ -119,21 +119,20 @@ class CommonArgs(RunArgs):
         """Return whether log-probs of the policy before the step need a separate forward pass. They do not if the old ones are
         the generator's, or for a batch with one update, whose ratio is 1, unless something needs them earlier."""
         chooses = self.loss.policy_loss.chooses
-        asked = self.correction.corrects_rollout or self.loss.use_kl_in_reward or chooses is not None
+        asked = self.correction.corrects_rollout or self.loss.kl_reward_coef or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
 
     @property
     def skips_backward(self) -> bool:
         """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
-        loss = self.loss.policy_loss
-        trains_all = self.loss.use_kl_loss or self.loss.entropy_coeff or self.teacher.teacher or loss.chooses or loss.trains_all
-        return not trains_all
+        own, loss = self.loss, self.loss.policy_loss
+        return not (own.kl_loss_coef or own.entropy_coeff or self.teacher.teacher or loss.chooses or loss.trains_all)
 
     @property
     def packs_flat_apart(self) -> bool:
         """Whether groups with equal scores, whose advantages are 0, get separate micro-batches."""
         is_by_group = self.loss.estimator.group_of_one is not None
-        return self.skips_backward and is_by_group and not self.loss.use_kl_in_reward
+        return self.skips_backward and is_by_group and not self.loss.kl_reward_coef
 
     @property
     def longest(self) -> tuple[int, int]:

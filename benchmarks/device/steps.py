@@ -98,7 +98,7 @@ class Plan:
         lora = ["--lora-rank", "8", "--lr", "1e-3"]
         replay = ["--model", "demo-moe", "--router-replay", "R3"]
         calculator = ["--model", "demo-calculator", "--env", "demo-calculator", "--max-response-length", "24"]
-        kl = ["--use-kl-loss", "--entropy-coeff", "0.001", "--ppo-mini-batch-size", "4"]
+        kl = ["--kl-loss-coef", "0.001", "--entropy-coeff", "0.001", "--ppo-mini-batch-size", "4"]
         corrected = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
         runs = [  # those that compile kernels first
             self.short("hybrid", "sync", "--model", "demo-hybrid"),

@@ -79,7 +79,7 @@ ROWS = {
     "rloo": of("RLOO", "--adv-estimator rloo"),
     "reinforce-pp": of("REINFORCE++", "--adv-estimator reinforce_pp"),
     "ppo": of("PPO with a critic", "--adv-estimator gae --critic-lr 1e-4 --critic-warmup 2"),
-    "kl": of("GRPO with a KL loss", "--use-kl-loss --kl-loss-coef 0.01"),
+    "kl": of("GRPO with a KL loss", "--kl-loss-coef 0.01"),
     "lora-8": of("LoRA, rank 8", "--lora-rank 8 --lr 2e-4"),
     "lora-32": of("LoRA, rank 32", "--lora-rank 32 --lr 2e-4"),
     "words": of("numbers in words", LONGER, task="words"),

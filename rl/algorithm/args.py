@@ -162,18 +162,14 @@ class LossArgs(Part):
     defaults are those of the function in losses.py."""
     entropy_coeff: Annotated[float, Range()] = 0.0
     """Weight of the bonus for the policy's entropy."""
-    use_kl_loss: bool = False
-    """Add --kl-loss-coef times the KL to the reference policy (the starting model) to the loss."""
-    kl_loss_coef: Annotated[float, Range(at_least=0)] = 1e-3
-    """Weight of the KL loss."""
+    kl_loss_coef: Annotated[float, Range(at_least=0)] = 0.0
+    """Weight of the KL to the reference policy (the starting model) in the loss, such as 0.001."""
     kl_loss_type: Literal[losses.KL_LOSSES] = "k3"
     """Estimator of the KL (losses.py). With "+" its gradient is also unbiased; k3r also weights stale tokens by their ratio."""
-    use_kl_in_reward: bool = False
-    """Subtract --kl-reward-coef times the KL to the reference policy from each token's reward."""
     kl_reward_type: Literal[tuple(losses.KL_ESTIMATORS)] = "k1"
-    """Estimator of the KL in the reward (--use-kl-in-reward)."""
-    kl_reward_coef: Annotated[float, Range(at_least=0)] = 1e-3
-    """Weight of the KL in the reward."""
+    """Estimator of the KL in the reward."""
+    kl_reward_coef: Annotated[float, Range(at_least=0)] = 0.0
+    """Weight of the KL to the reference policy that is subtracted from each token's reward, such as 0.001."""
     use_rollout_log_probs: bool | None = None
     """Take the generator's log-probs as the old ones instead of recomputing them, so that the ratio corrects for staleness. By
     default True if batches may be stale, unless a correction or a loss compares the two."""
@@ -214,7 +210,7 @@ class LossArgs(Part):
 
     @property
     def needs_reference(self) -> bool:
-        return self.use_kl_loss or self.use_kl_in_reward
+        return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def needs_greedy(self) -> bool:

@@ -75,7 +75,7 @@ def test_responses_count_alike_in_the_kl_that_is_reported_however_long_they_are(
 def test_kl_in_the_reward(trainer):
     """After some training the policy differs from the reference: the KL is charged."""
     trainer.steps(3, lr=1e-3)
-    flags = {"use_kl_in_reward": True, "kl_reward_type": "k3", "kl_reward_coef": 0.5}
+    flags = {"kl_reward_type": "k3", "kl_reward_coef": 0.5}
     ((metrics, batch),) = trainer.steps(1, **flags)
     kl = losses.kl_penalty(batch.targets.old_log_prob, batch.targets.ref_log_prob, batch.mask, "k3")
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(whole_batch.mean_of_responses(kl, batch)) and kl.mean() > 0
@@ -88,7 +88,7 @@ def test_kl_in_the_reward(trainer):
 def test_the_terms_of_the_loss_are_reported_as_the_loss_aggregates_them(trainer, mode, monkeypatch):
     """As in verl: each term is averaged over an optimizer step's mini-batch, then over the steps."""
     monkeypatch.setattr(trainer.learner, "step", lambda: trainer.learner.optimizer.zero_grad() or {"actor/grad_norm": 0.0})
-    flags = {"loss_agg_mode": mode, "ppo_mini_batch_size": 2, "adv_estimator": "remax", "use_kl_loss": True}
+    flags = {"loss_agg_mode": mode, "ppo_mini_batch_size": 2, "adv_estimator": "remax"}
     flags |= {"entropy_coeff": 0.5, "kl_loss_coef": 0.25, "max_tokens_per_micro_batch": 100}
     for _ in range(20):  # until advantages do not cancel
         ((metrics, batch),) = trainer.steps(1, **flags)
@@ -142,9 +142,9 @@ def test_where_old_log_probs_come_from():
     assert parts.make(train_sync.Args, use_rollout_log_probs=True).old_is_rollout
 
     assert train_sync.Args().recompute_old_log_probs(2) and not train_sync.Args().recompute_old_log_probs(1)
-    for flags in ({"use_kl_in_reward": True}, {"rollout_is": "token"}, {"loss_mode": "kl_cov"}):
+    for flags in ({"kl_reward_coef": 1e-3}, {"rollout_is": "token"}, {"loss_mode": "kl_cov"}):
         assert parts.make(train_sync.Args, **flags).recompute_old_log_probs(1)
-    assert not parts.make(train_async.Args, use_kl_in_reward=True).recompute_old_log_probs(2)
+    assert not parts.make(train_async.Args, kl_reward_coef=1e-3).recompute_old_log_probs(2)
     assert parts.make(train_async.Args, rollout_is="token").recompute_old_log_probs(1)
 
 
@@ -153,7 +153,7 @@ def test_the_weighed_kl_is_in_a_scripts_loss(trainer, demo_model):
     """k3r is not k3+ where the policy is not the one that sampled."""
     trainer.begin_again()
     groups, *_ = train_sync.make_batch(trainer.args, trainer.generator(trainer.args), 0)
-    second = {"use_kl_loss": True, "ppo_epochs": 2, "lr": 1e-3, "lr_warmup_steps": 0}  # whose policy is not the reference
+    second = {"kl_loss_coef": 1e-3, "ppo_epochs": 2, "lr": 1e-3, "lr_warmup_steps": 0}  # whose policy is not the reference
     terms = []
     for of in ("k3+", "k3r"):
         args = parts.make(train_one_step_off.Args, model=demo_model, rollout_n=4, train_batch_size=4, kl_loss_type=of, **second)

@@ -29,8 +29,8 @@ MORE = [  # flags that look at tokens in other ways
     {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
     {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.6"},
     {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.05", "rollout_is": "token"},
-    {"use_kl_in_reward": True, "kl_reward_coef": 0.1},
-    {"use_kl_loss": True, "entropy_coeff": 0.1},
+    {"kl_reward_coef": 0.1},
+    {"kl_loss_coef": 1e-3, "entropy_coeff": 0.1},
     {"use_rollout_log_probs": True, "ppo_mini_batch_size": 2},
 ]
 MASKS = ["111010", "0011", "000", "1111111", "1000", "01", "11101", "0001", "1", "00100", "0000", "11"]  # of 4 groups of 3

@@ -279,7 +279,7 @@ def test_an_outage_ends_the_run_before_its_step_and_the_prompts_come_again(scrip
     processes, *flags = SCRIPTS[script]
     flags += ["--total-training-steps", 9, "--test-freq", 0, "--train-files", tmp_path / "rows.jsonl", "--outage-timeout", 1]
     flags += ["--staleness-threshold", 0] if script == "train_async.py" else []
-    flags += ["--use-kl-loss", "--entropy-coeff", 0.01, "--lr", 1e-3, "--experiment-name", "run", "--save-freq", 2]
+    flags += ["--kl-loss-coef", 0.001, "--entropy-coeff", 0.01, "--lr", 1e-3, "--experiment-name", "run", "--save-freq", 2]
     for name, at in (("with", 14), ("without", 10**6)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text(OUTAGE.format(at=at))

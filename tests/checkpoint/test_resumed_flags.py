@@ -16,7 +16,7 @@ FLAGS = ["--total-training-steps", STEPS, "--lr-warmup-steps", WARM_UP, "--lr", 
 FLAGS += ["--reward", "tests/programs/random_reward.py:score", "--max-ckpt-to-keep", 0]  # a step without signal has no rate
 FLAGS += ["--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 8]
 FOUR_UPDATES = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2]
-KL = ["--use-kl-in-reward", "--kl-reward-coef", 0.001]
+KL = ["--kl-reward-coef", 0.001]
 
 
 def rates(first: int, last: int = STEPS) -> list[float]:
@@ -67,7 +67,7 @@ def test_a_replay_with_other_updates_learns_at_the_rates_of_its_steps(recorded, 
 )
 def test_a_run_that_resumes_with_other_updates_learns_at_the_rates_of_its_steps(recorded, tmp_path, flags):
     """With fewer updates per step than before, and with more."""
-    run, said = resume(recorded, tmp_path, 3, *flags, "--use-kl-in-reward", "--kl-reward-coef", 0.25)
+    run, said = resume(recorded, tmp_path, 3, *flags, "--kl-reward-coef", 0.25)
     assert logged(run, "actor/lr", 4) == pytest.approx(rates(4))
     assert logged(run, "actor/reward_kl_penalty_coeff", 4) == [0.25] * (STEPS - 3)
     assert "--kl-reward-coef: was 0.001, is 0.25" in said and f"--ppo-mini-batch-size: was 2, is {flags[1]}" in said

@@ -80,7 +80,7 @@ def test_every_loss_has_the_gradient_and_the_metrics_of_all(models, ranks, pays,
     assert_the_same(found, taught(models["qwen3"], ranks, [make_groups()], **flags, **BOTH_WAYS))
 
 
-@pytest.mark.parametrize("more", [{"use_kl_loss": True}, {"entropy_coeff": 0.1}, {"entropy_coeff": -0.1}])
+@pytest.mark.parametrize("more", [{"kl_loss_coef": 1e-3}, {"entropy_coeff": 0.1}, {"entropy_coeff": -0.1}])
 def test_terms_that_train_every_token_leave_nothing_out(models, ranks, pays, more):
     assert taught(models["qwen3"], ranks, [make_groups()], **more)[3] == [0.0]
 
@@ -89,7 +89,7 @@ ALL = range(len(GROUPS))
 TIGHT = {"max_tokens_per_micro_batch": 32}  # one or two responses in a micro-batch
 STEPS = {  # flags, the groups of equal scores of each step, the share of forward-only tokens of each step: above, below
     "KL in the reward, an advantage once the weights have changed": (
-        {"use_kl_in_reward": True, "kl_reward_coef": 0.1, "lr": 1e-2} | TIGHT, [(0, 2), (0, 2)], [(0.2, 1), (-1, 1e-9)]
+        {"kl_reward_coef": 0.1, "lr": 1e-2} | TIGHT, [(0, 2), (0, 2)], [(0.2, 1), (-1, 1e-9)]
     ),
     "responses of which every token is rejected": (
         {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": "3"} | TIGHT, [()], [(0, 1)]

@@ -30,7 +30,7 @@ CASES = {  # flags, and the sizes of the responses of each group
         {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 2},
         GROUPS,
     ),
-    "turns, kl loss, entropy": ({"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1}, GROUPS),
+    "turns, kl loss, entropy": ({"kl_loss_coef": 0.1, "entropy_coeff": 0.1}, GROUPS),
     "one response: some ranks have no work": ({"entropy_coeff": 0.1}, [[20]]),
 }
 ALONE = {"max_tokens_per_micro_batch": 4096}  # a batch is one micro-batch

@@ -84,5 +84,5 @@ def test_sizes_that_cannot_be(configs, size, said):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_count_with_images_is_that_of_real_tensors(tmp_path, kind):
     flags = {"images": True, "freeze_vision_tower": kind == "qwen2.5-vl", "gradient_checkpointing": kind == "qwen3-vl"}
-    flags |= {"use_kl_loss": False, "lengths": [40, 33]}
+    flags |= {"kl_loss_coef": 0.0, "lengths": [40, 33]}
     assert check_equal(save_vlm(kind, tmp_path), FLAGS | flags)["causes"]["images"] > 0

@@ -18,12 +18,12 @@ from tools.plan.memory_plan import MemoryPlan
 from tools.plan.workload import lengths_like
 
 PROGRAM = "tests/programs/plan_memory.py"
-FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "max_tokens_per_micro_batch": 100, "use_kl_loss": True}
+FLAGS = {"lengths": [40, 60, 33], "prompt": 12, "max_tokens_per_micro_batch": 100, "kl_loss_coef": 1e-3}
 ADAPTERS = {"max_tokens_per_micro_batch": 300, "gradient_checkpointing": True, "dtype": "bfloat16", "lora_rank": 4}
 OTHERS = [  # model, learners, flags
     ("qwen2-tied", 1, ADAPTERS),
-    ("qwen2-tied", 1, {"param_offload": True, "use_kl_loss": False, "entropy_coeff": 0.1}),
-    ("qwen2-tied", 1, {"adv_estimator": "gae", "use_kl_loss": False, "critic_ppo_epochs": 2}),
+    ("qwen2-tied", 1, {"param_offload": True, "kl_loss_coef": 0.0, "entropy_coeff": 0.1}),
+    ("qwen2-tied", 1, {"adv_estimator": "gae", "kl_loss_coef": 0.0, "critic_ppo_epochs": 2}),
     ("qwen3", 2, {}),
     ("qwen3", 2, {"sequence_parallel": 2, "dtype": "bfloat16"}),  # with what they exchange around attention
 ]
@@ -85,7 +85,7 @@ def flags(model: str, **more) -> train_async.Args:
 
 @pytest.mark.slow
 def test_shards_by_arithmetic(model):
-    args = flags(model, dtype="bfloat16", max_tokens_per_micro_batch=240, save_freq=5, use_kl_loss=True, teacher=model)
+    args = flags(model, dtype="bfloat16", max_tokens_per_micro_batch=240, save_freq=5, kl_loss_coef=1e-3, teacher=model)
     memory = dry_run("train_async", args, 4, "cuda", lengths_like("budget", 4, 100, 20))
     own = parameters() / 4
     assert memory.parameters == parameters()

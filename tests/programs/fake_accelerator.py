@@ -280,14 +280,14 @@ TRUNCATED = {"top_k": 3, "keep_sampling_mask": True, "loss_mode": "reinforce"}
 QUICK = ["many ranks", "offload", "compact", "without advantage", "engine", "what an NPU lacks", "what CUDA lacks"]
 CASES = {  # a new kind of model is a line more
     "shared sequences, what could be sampled": lambda m: learn(
-        m["qwen3"], 4, 1, "async", dtype="bfloat16", sequence_parallel=2, use_kl_loss=True, **TRUNCATED
+        m["qwen3"], 4, 1, "async", dtype="bfloat16", sequence_parallel=2, kl_loss_coef=1e-3, **TRUNCATED
     ),
-    "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True, dtype="bfloat16", use_kl_loss=True),
+    "one rank, over the host": lambda m: learn(m["qwen2-tied"], over_host=True, dtype="bfloat16", kl_loss_coef=1e-3),
     "many ranks": lambda m: learn(
-        m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", use_kl_loss=True, entropy_coeff=0.1, waits=6
+        m["qwen3"], 4, 0, "one step off", 160, "cuda", dtype="bfloat16", kl_loss_coef=1e-3, entropy_coeff=0.1, waits=6
     ),
     "offload": lambda m: learn(  # in fp32, for which CUDA has no attention over packed rows
-        m["qwen2-untied"], 2, 1, "async", None, "cuda", use_kl_in_reward=True, **SPARING
+        m["qwen2-untied"], 2, 1, "async", None, "cuda", kl_reward_coef=1e-3, **SPARING
     ),
     "without advantage": lambda m: learn(m["qwen3"], 2, 0, equal=(1,), gradient_checkpointing=True),
     "compact": lambda m: learn(m["qwen3"], 2, 1, "one step off", dtype="bfloat16", **COMPACT),
@@ -309,10 +309,18 @@ CASES = {  # a new kind of model is a line more
     "images, a frozen tower": lambda m: learn(m["qwen3-vl"], 1, images=True, freeze_vision_tower=True),
     "engine, images": lambda m: generate(m["qwen3-vl"], images=True),
     "images, shared sequences": lambda m: learn(
-        m["qwen3-vl"], 4, 1, "async", images=True, prompts=3, sequence_parallel=2, use_kl_loss=True, gradient_checkpointing=True
+        m["qwen3-vl"],
+        4,
+        1,
+        "async",
+        images=True,
+        prompts=3,
+        sequence_parallel=2,
+        kl_loss_coef=1e-3,
+        gradient_checkpointing=True,
     ),
     "adapters, a teacher's tokens": lambda m: learn(
-        m["qwen3"], 2, 0, lora_rank=2, use_kl_loss=True, param_offload=True, teacher=m["qwen3"], teacher_top_k=2
+        m["qwen3"], 2, 0, lora_rank=2, kl_loss_coef=1e-3, param_offload=True, teacher=m["qwen3"], teacher_top_k=2
     ),
     "a teacher's prompts": lambda m: learn(m["qwen3"], 4, 2, sequence_parallel=2, teacher="self", teacher_prompt="{prompt}"),
     "a critic": lambda m: learn(m["qwen3"], 2, 0, adv_estimator="gae", gamma=0.9),

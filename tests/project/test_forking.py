@@ -76,7 +76,7 @@ FORKS = {path.stem: path for path in sorted((ROOT / "examples" / "forks").glob("
 STATE = {"adaptive_kl", "entropy_target", "greso", "imitation"}  # those that keep something between two steps
 LAST = {  # flags -> what the last step's metrics have to be
     "adaptive_kl": (
-        ["--use-kl-in-reward", "--target-kl", "1e-12", "--kl-horizon", "64", "--kl-reward-coef", "0.5"],
+        ["--target-kl", "1e-12", "--kl-horizon", "64", "--kl-reward-coef", "0.5"],
         lambda m: [row["actor/reward_kl_penalty_coeff"] for row in m] == pytest.approx([0.5, 0.4, 0.48, 0.576]),
     ),
     "entropy_target": (

@@ -20,7 +20,7 @@ FLAGS = ["--total-training-steps", STEPS, "--test-freq", 0, "--save-freq", 1, "-
 SMALL = ["--train-batch-size", 4, "--rollout-n", 4]
 STREAM = ["--ppo-mini-batch-size", 4, "--rollout-n", 4]
 # two mini-batches, two epochs, a KL, several micro-batches: whatever a step carries to the next
-EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--use-kl-in-reward"]
+EVERYTHING = ["--ppo-mini-batch-size", 2, "--ppo-epochs", 2, "--kl-reward-coef", 0.001]
 EVERYTHING += ["--max-tokens-per-micro-batch", 120, "--entropy-coeff", 0.01]
 
 

@@ -63,7 +63,7 @@ def alone(trainer, groups, monkeypatch, **flags) -> list[torch.Tensor]:
         {"ppo_mini_batch_size": 4},
         {"ppo_mini_batch_size": 4, "ppo_epochs": 2},
         {"max_tokens_per_micro_batch": 40},  # a group has several micro-batches
-        {"adv_estimator": "reinforce_plus_plus", "use_kl_loss": True},
+        {"adv_estimator": "reinforce_plus_plus", "kl_loss_coef": 1e-3},
     ],
 )
 def test_every_group_has_the_gradient_of_its_own_tokens(trainer, groups, monkeypatch, flags):

@@ -276,6 +276,8 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
         ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=NUMBER."),
         ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=NUMBER."),
         ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
+        ("--use-kl-loss", "--use-kl-loss: --kl-loss-coef above 0 adds the KL to the loss: write --kl-loss-coef 0.001."),
+        ("--use_kl_in_reward True", "subtracts the KL from the reward: write --kl-reward-coef 0.001."),
         ("--norm-by-std 0", "--norm-by-std is a number of --adv-estimator grpo_passk, whose default in losses.py holds."),
     ],
 )

@@ -50,7 +50,7 @@ def test_it_has_no_steps_and_resumes_nothing():
 @pytest.mark.slow
 def test_it_loads_no_model_that_only_training_needs(demo_model, ranks):
     """A reference, a teacher and a critic are there without the flag."""
-    given = {"model": demo_model, "teacher": demo_model, "use_kl_loss": True, "adv_estimator": "gae"}
+    given = {"model": demo_model, "teacher": demo_model, "kl_loss_coef": 1e-3, "adv_estimator": "gae"}
     for only in (False, True):
         args = parts.make(train_sync.Args, **given, val_only=only)
         learner = make_learner(args, set_up(args, train_sync.__file__), ranks)

@@ -33,7 +33,7 @@ class Row:
 IMAGES = "--model demo-vl --train-files demo-vl --val-files demo-vl"
 FROZEN = f"{IMAGES} --freeze-vision-tower --param-offload"
 TOOL = "--model demo-calculator --env demo-calculator --max-response-length 24"
-CRITIC = "--adv-estimator gae --critic-warmup 3 --critic-lr 1e-3 --lam 0.95 --use-kl-loss --use-kl-in-reward"
+CRITIC = "--adv-estimator gae --critic-warmup 3 --critic-lr 1e-3 --lam 0.95 --kl-loss-coef 0.001 --kl-reward-coef 0.001"
 CRITIC += " --entropy-coeff 0.01 --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.9_1.1"
 OF_CRITIC = "critic/vf_loss critic/vf_explained_var timing_s/values timing_s/update_critic"
 OF_CRITIC += " actor/kl_loss actor/reward_kl_penalty rollout_corr/rollout_rs_masked_fraction"

@@ -73,7 +73,7 @@ def test_the_export_is_an_ordinary_model(demo_run):
     assert right / 500 == pytest.approx(metrics[60]["val-core/demo/acc/mean@1"], abs=0.005)
 
 
-EVERYTHING = ["--ppo-mini-batch-size", "4", "--ppo-epochs", "2", "--use-kl-loss", "--entropy-coeff", "0.01"]
+EVERYTHING = ["--ppo-mini-batch-size", "4", "--ppo-epochs", "2", "--kl-loss-coef", "0.001", "--entropy-coeff", "0.01"]
 EVERYTHING += ["--loss-agg-mode", "seq-mean-token-mean", "--clip-ratio-high", "0.28", "--val-n", "4", "--val-temperature", "1"]
 SHORT = ["--total-training-steps", "4", "--test-freq", "4", "--no-val-before-train", "--val-max-samples", "20"]
 

@@ -58,8 +58,7 @@ def dual_clip(run: Run) -> dict[str, object]:
 
 def kl_in_reward(run: Run) -> dict[str, object]:
     of = "algorithm.kl_ctrl."
-    flags = {"--use-kl-in-reward": True, "--kl-reward-type": run["algorithm.kl_penalty"]}
-    flags |= {"--kl-reward-coef": run[of + "kl_coef"]}
+    flags = {"--kl-reward-type": run["algorithm.kl_penalty"], "--kl-reward-coef": run[of + "kl_coef"]}
     if run[of + "type"] == "adaptive":
         run.forks["adaptive_kl"] = ("--target-kl", "--kl-horizon")
         flags |= {"--target-kl": run[of + "target_kl"], "--kl-horizon": run[of + "horizon"]}
