@@ -1,6 +1,7 @@
 """How much memory a save takes, what it writes, and what it does when a learner fails."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -121,3 +122,15 @@ def test_a_large_model_has_several_files_and_an_index(models, ranks, tmp_path, m
         tensor.fill_(-1.0)
     resume.load_tensors(step, tensors)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_is_then(models, ranks, tmp_path, monkeypatch):
+    learner = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=10)
+    done, to_disk, rename = [], saver._to_disk, os.rename
+    monkeypatch.setattr(saver, "_to_disk", lambda path: (done.append(path), to_disk(path)))
+    monkeypatch.setattr(os, "rename", lambda *names: (done.append(names), rename(*names)))
+    assert not save_once(learner, tmp_path, train_sync.Args(), saver.Saver).error
+    names = next(item for item in done if isinstance(item, tuple))
+    before, after = done[: done.index(names)], done[done.index(names) + 1 :]
+    parts = {path.relative_to(names[1]) for path in (names[1], *names[1].rglob("*"))}
+    assert {names[0] / part for part in parts} <= {*before} and after[0] == tmp_path
