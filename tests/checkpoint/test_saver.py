@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rl.checkpoint import resume, saver
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import host
+from rl.record.run import Origin
 
 BYTES = {"weights": 4, "gradients": 4, "moments": 8}  # of a parameter in fp32
 SAVED = BYTES["weights"] + BYTES["moments"]  # what training changes
@@ -134,3 +136,12 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_is_then(mod
     before, after = done[: done.index(names)], done[done.index(names) + 1 :]
     parts = {path.relative_to(names[1]) for path in (names[1], *names[1].rglob("*"))}
     assert {names[0] / part for part in parts} <= {*before} and after[0] == tmp_path
+
+
+def test_a_resumed_run_sets_later_checkpoints_aside_and_no_others(models, ranks, tmp_path):
+    for step in (1, 2, 3):
+        (tmp_path / f"step_00000{step}").mkdir()
+    learner = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=10)
+    run = SimpleNamespace(dir=tmp_path, say=print)
+    saver.Saver(train_sync.Args(), None, run, {}, learner, Origin(tmp_path, tmp_path / "step_000002"))
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002", "step_000003.superseded"}

@@ -262,7 +262,7 @@ def test_a_reset_that_fails_is_tried_once_more(times):
 
 
 def test_what_reset_adds_is_the_group_s_prompt():
-    """Complaint 21: training and validation see the same first prompt. The environment is told which of them it is."""
+    """Complaint 21: training and validation see the same first prompt. The environment learns which of the two it is."""
     prompts = []
     generator, played = make(until(1), row={"prompt_ids": [2, 3, 4, 8]})
     generator.engine.script = lambda request: prompts.append(request.prompt_ids) or script(request)
