@@ -1,6 +1,8 @@
 """How much memory a save takes, what it writes, and what it does when a learner fails."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rl.checkpoint import resume, saver
 from rl.learning.args import LearnerArgs
 from rl.learning.learner import Learner
 from rl.ranks import host
+from rl.record.run import Origin
 
 BYTES = {"weights": 4, "gradients": 4, "moments": 8}  # of a parameter in fp32
 SAVED = BYTES["weights"] + BYTES["moments"]  # what training changes
@@ -121,3 +124,24 @@ def test_a_large_model_has_several_files_and_an_index(models, ranks, tmp_path, m
         tensor.fill_(-1.0)
     resume.load_tensors(step, tensors)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_is_then(models, ranks, tmp_path, monkeypatch):
+    learner = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=10)
+    done, to_disk, rename = [], saver._to_disk, os.rename
+    monkeypatch.setattr(saver, "_to_disk", lambda path: (done.append(path), to_disk(path)))
+    monkeypatch.setattr(os, "rename", lambda *names: (done.append(names), rename(*names)))
+    assert not save_once(learner, tmp_path, train_sync.Args(), saver.Saver).error
+    names = next(item for item in done if isinstance(item, tuple))
+    before, after = done[: done.index(names)], done[done.index(names) + 1 :]
+    parts = {path.relative_to(names[1]) for path in (names[1], *names[1].rglob("*"))}
+    assert {names[0] / part for part in parts} <= {*before} and after[0] == tmp_path
+
+
+def test_a_resumed_run_sets_later_checkpoints_aside_and_no_others(models, ranks, tmp_path):
+    for step in (1, 2, 3):
+        (tmp_path / f"step_00000{step}").mkdir()
+    learner = Learner(models["qwen2-tied"], LearnerArgs(), ranks, total_steps=10)
+    run = SimpleNamespace(dir=tmp_path, say=print)
+    saver.Saver(train_sync.Args(), None, run, {}, learner, Origin(tmp_path, tmp_path / "step_000002"))
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002", "step_000003.superseded"}

@@ -34,13 +34,14 @@ class Played:
 
     def __init__(self, answer, scores_at_end=False, shuffled=False):
         self.answer, self.scores_at_end, self.shuffled = answer, {"": scores_at_end}, shuffled
-        self.asked, self.turns, self._pending, self.alive = [], {}, [], set()
+        self.asked, self.turns, self._pending, self.alive, self.splits = [], {}, [], set(), []
 
     def name_of(self, row):
         return ""
 
     def begin(self, key, row, seed, own_seed, split):
         self.alive.add(key)
+        self.splits.append(split)
         self.turns[plain(key)] = 0
         self._pending.append((key, {"asked": "reset", "seconds": 0.0, "prompt": row.get("prompt_ids")}))
 
@@ -261,9 +262,9 @@ def test_a_reset_that_fails_is_tried_once_more(times):
 
 
 def test_what_reset_adds_is_the_group_s_prompt():
-    """Complaint 21: training and validation see the same first prompt."""
+    """Complaint 21: training and validation see the same first prompt. The environment learns which of the two it is."""
     prompts = []
-    generator, _ = make(until(1), row={"prompt_ids": [2, 3, 4, 8]})
+    generator, played = make(until(1), row={"prompt_ids": [2, 3, 4, 8]})
     generator.engine.script = lambda request: prompts.append(request.prompt_ids) or script(request)
     generator.start(0)
     assert finish(generator).prompt_ids.tolist() == [2, 3, 4, 8] and prompts == [[2, 3, 4, 8]] * 2
@@ -271,6 +272,7 @@ def test_what_reset_adds_is_the_group_s_prompt():
     while generator.is_validating:
         generator.score(generator.decode())
     assert prompts[2:] == [[2, 3, 4, 8]] and generator.take_rows()[0]["score"] == 7.0
+    assert played.splits == ["train", "train", "val"]
     group, _, _ = played_by(until(1), row={"prompt_ids": [2] * 65})
     assert all(r.score is None and "--max-prompt-length" in r.error for r in group.responses)
 

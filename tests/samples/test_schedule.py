@@ -243,6 +243,15 @@ def test_what_a_buffer_saves_says_which_tickets_were_under_way():
         again.add(group(3, [[0], [0]]))
 
 
+def test_a_buffer_that_is_restored_drops_as_many_flat_groups_as_were_left_to_its_step():
+    buffer, again = (SampleBuffer(AsyncSchedule(ppo_mini_batch_size=2), True, max_num_gen_batches=2) for _ in range(2))
+    buffer.add(group(0, [[0], [0]], scores=[1, 1]))
+    again.restore(buffer.state(), [], drawn=1)
+    for ticket in (1, 2):
+        again.add(group(ticket, [[0], [0]], scores=[1, 1]))
+    assert again.dropped["filtered"] == 2 and [*again.waiting] == [2]
+
+
 @pytest.mark.parametrize(
     ("schedule", "stale", "version", "publishes"),
     [

@@ -121,19 +121,22 @@ def check_in_flight(
     bound=BOUND,
     mean=torch.max,
 ) -> None:
-    """Publish the second amid responses of the first, which take this many slots. Their tokens before are the first's, and
-    those after the second's, over the first's KV or over their own: if the KV had been treated the other way, they would not
-    be. Requests that waited are the second's."""
+    """Publish the second, twice, amid responses of the first, which take this many slots. Their tokens before are the first's,
+    and those after the second's, over the first's KV or over their own: if the KV had been treated the other way, they would
+    not be. Requests that waited are the second's."""
     old = first(0)
     for request in case.requests(n=1, max_tokens=tokens, ignore_eos=True):
         engine.add(request)
     for _ in range(6):
         assert engine.step() == []
     new = second(1, recompute)
+    for _ in range(3):
+        assert engine.step() == []
+    second(2, recompute)
     found = {"old": [], "new": [], "other": []}
     for (i, _), output in drain(engine, []).items():
         kept, got, what = output.versions.count(0), torch.tensor(output.log_probs), (case.prompts[i], output.token_ids)
-        assert kept in (0, 6) and output.versions == [0] * kept + [1] * (tokens - kept)
+        assert output.versions == ([0] * 6 + [1] * 3 + [2] * (tokens - 9) if kept else [2] * tokens)
         if not kept:
             found["new"].append((got - case.log_probs(new, *what)).abs())
             continue

@@ -164,6 +164,8 @@ def test_full_and_empty(ring):
     assert ring.occupancy == 1
     with pytest.raises(RingTimeout, match=r"no room for 128 bytes in 0.05 s; 100% are in use"):
         ring.put(b"x", timeout=0.05)
+    with pytest.raises(RingTimeout, match="no room for 64 bytes"):
+        ring.put(timeout=0)
     assert len(drain(ring)) == 2
     assert ring.occupancy == 0
     ring.put(b"x", timeout=0)
