@@ -88,6 +88,7 @@ MUCH_MORE = 0.1  # rise of a share of text/* from which on there is a warning
 WINDOW = 20  # steps: the newest are compared with the first
 FEW_EFFECTIVE = 0.3  # effective sample size of the importance weights below which there is a warning
 APART = 0.05  # mean difference of a token's two probabilities above which there is a warning; bf16 alone makes 0.01
+ONE_APART = 0.1  # the same of a single token, where all computes in fp32
 
 
 def _mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -205,12 +206,17 @@ class Health:
 
     def _warn_of_difference(self, step: int, metrics: dict[str, float]) -> None:
         """Warn if generator and learner do not compute the same policy, where no staleness explains that."""
-        apart = metrics.get("training/rollout_probs_diff_mean", 0.0)
-        if apart > APART and not self.args.schedule.trains_stale and not self.counts["truncated_sampling"]:
-            detail = f"In step {step} by {apart:.2f} on average, though no sample is stale: the policy that samples is not the "
-            detail += (
-                "one that learns. If you have changed the sampling, change the learner's log-probs as well (docs/forking.md)."
+        args = self.args
+        if args.schedule.trains_stale or self.counts["truncated_sampling"]:
+            return
+        apart, one = (metrics.get(f"training/rollout_probs_diff_{name}", 0.0) for name in ("mean", "max"))
+        # with the generator's log-probs as the old ones, the learner's may be of weights that this step has moved
+        exact = args.learner.dtype == "float32" and args.engine.rollout_dtype != "bfloat16" and not args.old_is_rollout
+        if apart > APART or (exact and one > ONE_APART):
+            detail = (
+                f"In step {step} by {apart:.3f} on average and at most {one:.2f}, without stale samples: what samples is not "
             )
+            detail += "what learns. If you have changed the sampling, change the learner's log-probs as well (docs/forking.md)."
             self._warn("different_policy", "steps in which generator and learner give tokens other probabilities", 1, detail)
 
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:

@@ -56,7 +56,7 @@ def look(of: Batch, skipped: int = 0, cut: tuple[int, ...] = (0,), more: dict | 
     return health.of_step(7, of, {"actor/skipped_steps": 2 + skipped} | (more or {}), Fates.of(of)), record.said
 
 
-APART = "training/rollout_probs_diff_mean"
+APART, ONE_APART = (f"training/rollout_probs_diff_{name}" for name in ("mean", "max"))
 SOUND = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0], "length")]
 
 
@@ -65,6 +65,11 @@ def test_a_sound_step_says_nothing():
     assert not said and metrics and not any(metrics.values())
     alone = batch(group(0, [1.0]), group(1, [0.0]))
     assert not look(alone, rollout_n=1, adv_estimator="reinforce_pp")[1], "REINFORCE++ has no groups"
+
+
+@pytest.mark.parametrize("flags", [{"dtype": "bfloat16"}, {"rollout_dtype": "bfloat16"}, {"use_rollout_log_probs": True}])
+def test_single_tokens_may_differ_by_rounding_and_after_an_update(flags):
+    assert not look(batch(*SOUND), more={ONE_APART: 0.2}, **({"dtype": "float32"} | flags))[1]
 
 
 def test_stale_samples_may_have_other_probabilities():
@@ -82,6 +87,7 @@ def test_stale_samples_may_have_other_probabilities():
         ("truncated_sampling", 4, {"of": batch(*SOUND), "top_k": 5}),
         ("truncated_sampling", 4, {"of": batch(*SOUND), "top_k": 5, "more": {APART: 0.2}}),
         ("different_policy", 1, {"of": batch(*SOUND), "more": {APART: 0.06}}),
+        ("different_policy", 1, {"of": batch(*SOUND), "more": {ONE_APART: 0.2}, "dtype": "float32"}),
         ("single_response_groups", 2, {"of": batch(group(0, [1.0]), group(1, [0.0])), "rollout_n": 1}),
         ("no_signal_steps", 1, {"of": batch(*SOUND, signal=False)}),
         ("endless_steps", 1, {"of": batch(group(0, [0.0, 1.0], "length"))}),
