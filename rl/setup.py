@@ -125,7 +125,8 @@ class CommonArgs(RunArgs):
     @property
     def skips_backward(self) -> bool:
         """Whether micro-batches without an advantage only get a forward pass: the loss has no term that trains them."""
-        own, loss = self.loss, self.loss.policy_loss
+        own = self.loss
+        loss = own.policy_loss
         return not (own.kl_loss_coef or own.entropy_coeff or self.teacher.teacher or loss.chooses or loss.trains_all)
 
     @property
