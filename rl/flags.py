@@ -28,10 +28,7 @@ Flags = TypeVar("Flags")
 
 FROM_RUN = "--from-run"
 OF_ONE_RUN = {"experiment_name", "resume_mode"}  # which another run does not take over
-GONE = {  # flags that were taken out -> what to write
-    "--use-kl-loss": "--kl-loss-coef above 0 adds the KL to the loss: write --kl-loss-coef 0.001",
-    "--use-kl-in-reward": "--kl-reward-coef above 0 subtracts the KL from the reward: write --kl-reward-coef 0.001",
-}
+SWITCHES = {"use_kl_loss": "kl_loss_coef", "use_kl_in_reward": "kl_reward_coef"}  # of earlier versions -> 0 is off now
 CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -71,7 +68,7 @@ def _from_run(flags: type, words: Sequence[str]) -> tuple[list[str], dict[str, A
     at = words.index(FROM_RUN)
     file = Path(*words[at + 1 : at + 2], "config.json")
     try:
-        recorded = json.loads(file.read_text())["flags"]
+        recorded = of_today(json.loads(file.read_text())["flags"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{FROM_RUN}: {file} cannot be read ({error}). Give the directory of a run: runs/a.") from error
     known = {*parts.leaves(flags)} - OF_ONE_RUN
@@ -79,6 +76,12 @@ def _from_run(flags: type, words: Sequence[str]) -> tuple[list[str], dict[str, A
     warn([f"{', '.join(foreign)} of {file.parent}: this script has no such flags"] if foreign else [])
     defaults = {name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items() if name in known}
     return [*words[:at], *words[at + 2 :]], defaults
+
+
+def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return flags that a run has recorded, perhaps of an earlier version, in today's words."""
+    off = {coef: 0.0 for switch, coef in SWITCHES.items() if recorded.get(switch) is False}
+    return {name: value for name, value in recorded.items() if name not in SWITCHES} | off
 
 
 def names_in(flags: type, words: Sequence[str]) -> set[str]:
@@ -133,7 +136,8 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     own = "".join(part.hint(unknown) for part in parts.tree(found) if hasattr(part, "hint"))
-    own += "".join(f" {name}: {GONE[name]}." for name in names if name in GONE)
+    coefs = {flag(switch): flag(coef) for switch, coef in SWITCHES.items()}
+    own += "".join(f" In place of {name} write {coefs[name]} 0.001: 0, the default, is off." for name in names if name in coefs)
     hint = own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 

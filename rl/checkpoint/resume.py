@@ -16,6 +16,7 @@ from rl import parts
 from rl.checkpoint import files
 from rl.checkpoint.files import STATE, STEPS, TRAINING, CheckpointArgs, Resumed
 from rl.errors import UserError
+from rl.flags import of_today
 from rl.learning.learner import Learner
 from rl.masking import masked
 from rl.ranges import DEFAULT_BATCH, flag, may_change
@@ -78,7 +79,7 @@ def check_same(args, identity: dict, was: dict, where: Path) -> list[str]:
 def _settled(args, flags: dict) -> dict:
     """Return the flags under today's names, with defaults for those that are newer, and the batch sizes as numbers."""
     defaults = json.loads(json.dumps(parts.flat(type(args)())))
-    flags = masked(defaults | flags)
+    flags = masked(defaults | of_today(flags))
     update = flags.get("ppo_mini_batch_size")
     step = flags.get("train_batch_size") or update or DEFAULT_BATCH
     return flags | {"train_batch_size": step, "ppo_mini_batch_size": update or step}

@@ -47,6 +47,13 @@ def check(args, script, model, prompts, was: dict) -> list[str]:
     return check_same(args, identity_of(args, script, model, prompts), was, Path("step_1"))
 
 
+def test_a_run_of_an_earlier_version_without_a_kl_resumes_without_one(prompts, demo_model):
+    args = SCRIPTS["train_sync"]()
+    was = saved(args, "train_sync", demo_model, prompts)
+    was["flags"] |= {"use_kl_loss": False, "kl_loss_coef": 0.001}
+    assert check(args, "train_sync", demo_model, prompts, was) == []
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_belongs_to_the_run_or_is_named_as_one_that_may_change(script, prompts, demo_model, monkeypatch):
     for digest in ("_digest_model", "_digest_prompts", "_digest_tokenizer"):  # the content stays

@@ -276,8 +276,8 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
         ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=NUMBER."),
         ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=NUMBER."),
         ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
-        ("--use-kl-loss", "--use-kl-loss: --kl-loss-coef above 0 adds the KL to the loss: write --kl-loss-coef 0.001."),
-        ("--use_kl_in_reward True", "subtracts the KL from the reward: write --kl-reward-coef 0.001."),
+        ("--use-kl-loss", "In place of --use-kl-loss write --kl-loss-coef 0.001: 0, the default, is off."),
+        ("--use_kl_in_reward True", "In place of --use-kl-in-reward write --kl-reward-coef 0.001"),
         ("--norm-by-std 0", "--norm-by-std is a number of --adv-estimator grpo_passk, whose default in losses.py holds."),
     ],
 )
@@ -328,6 +328,16 @@ def test_those_on_the_command_line_go_first(earlier, monkeypatch, capsys):
     assert (args.learner.lr, args.data.shuffle, args.log.experiment_name, args.total_training_steps) == (1e-6, True, "new", 7)
     said = capsys.readouterr().err
     assert "--publish-every" in said and "this script has no such flags" in said and "--over-sample" not in said
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_kl_that_was_off_in_an_earlier_version_stays_off(tmp_path, monkeypatch, switch):
+    """Its coefficient was recorded all the same."""
+    was = {"use_kl_loss": switch, "kl_loss_coef": 0.1, "use_kl_in_reward": not switch, "kl_reward_coef": 0.2}
+    (tmp_path / "config.json").write_text(json.dumps({"flags": was}))
+    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--from-run", str(tmp_path)])
+    loss = flags.parse(train_sync.Args).loss
+    assert (loss.kl_loss_coef, loss.kl_reward_coef) == ((0.1, 0.0) if switch else (0.0, 0.2))
 
 
 @pytest.mark.parametrize("text", [None, "{", "{}"])
