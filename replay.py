@@ -108,7 +108,7 @@ def read(words: Sequence[str]) -> Replay:
         ) from error
     parts.check_class(script.Args)
     leaves = parts.leaves(script.Args)
-    recorded = flags.of_today(start["flags"])
+    recorded = start["flags"]
     was = {name: recorded.get(name, leaf.default) for name, leaf in leaves.items()}
     was = {name: tuple(value) if isinstance(value, list) else value for name, value in was.items()}
     args = flags.read(script.Args, __doc__, rest, was)

@@ -21,14 +21,13 @@ import tyro
 
 from rl import parts
 from rl.errors import UserError
-from rl.ranges import check, flag
+from rl.ranges import SWITCHES, check, flag, of_today
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
 
 FROM_RUN = "--from-run"
 OF_ONE_RUN = {"experiment_name", "resume_mode"}  # which another run does not take over
-SWITCHES = {"use_kl_loss": "kl_loss_coef", "use_kl_in_reward": "kl_reward_coef"}  # of earlier versions -> 0 is off now
 CONFIG = (tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -76,12 +75,6 @@ def _from_run(flags: type, words: Sequence[str]) -> tuple[list[str], dict[str, A
     warn([f"{', '.join(foreign)} of {file.parent}: this script has no such flags"] if foreign else [])
     defaults = {name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items() if name in known}
     return [*words[:at], *words[at + 2 :]], defaults
-
-
-def of_today(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return flags that a run has recorded, perhaps of an earlier version, in today's words."""
-    off = {coef: 0.0 for switch, coef in SWITCHES.items() if recorded.get(switch) is False}
-    return {name: value for name, value in recorded.items() if name not in SWITCHES} | off
 
 
 def names_in(flags: type, words: Sequence[str]) -> set[str]:
@@ -136,8 +129,9 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     own = "".join(part.hint(unknown) for part in parts.tree(found) if hasattr(part, "hint"))
-    coefs = {flag(switch): flag(coef) for switch, coef in SWITCHES.items()}
-    own += "".join(f" In place of {name} write {coefs[name]} 0.001: 0, the default, is off." for name in names if name in coefs)
+    for switch, coef in SWITCHES.items():
+        if {flag(switch), flag(f"no_{switch}")} & {*names}:
+            own += f" Leave {flag(switch)} out: {flag(coef)} above 0 is on, such as 0.001, and 0, the default, is off."
     hint = own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 

@@ -21,6 +21,7 @@ DEFAULT_BATCH = 8  # prompts per step if no flag says so
 LARGEST_INT = 2**63 - 1
 LARGEST_FLOAT = 3e38
 LONGEST_NAME = 240  # bytes: file systems take 255, and a number may be appended
+SWITCHES = {"use_kl_loss": "kl_loss_coef", "use_kl_in_reward": "kl_reward_coef"}  # of earlier versions -> what is 0 if off
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ def _largest(value: float) -> float:
 def flag(name: str) -> str:
     """Return the flag of a field: "top_p" -> "--top-p"."""
     return "--" + name.replace("_", "-")
+
+
+def of_today(recorded: dict) -> dict:
+    """Return the flags that a run has recorded, perhaps of an earlier version, as today's."""
+    off = {coef: 0.0 for switch, coef in SWITCHES.items() if recorded.get(switch) is False}
+    return {name: value for name, value in recorded.items() if name not in SWITCHES} | off
 
 
 def check(args) -> None:

@@ -1,5 +1,5 @@
 """The start of every script: the flags that all scripts share, and what is made before the first step: the model, the data,
-and the way of the weights to an engine in the same process.
+and what hands weights to an engine in the same process.
 
 Left out: joining the process groups (rl/ranks/dist.py), and the flags of a component, which are defined with it.
 """
@@ -119,7 +119,7 @@ class CommonArgs(RunArgs):
         """Return whether log-probs of the policy before the step need a separate forward pass. They do not if the old ones are
         the generator's, or for a batch with one update, whose ratio is 1, unless something needs them earlier."""
         chooses = self.loss.policy_loss.chooses
-        asked = self.correction.corrects_rollout or self.loss.kl_reward_coef or chooses is not None
+        asked = self.correction.corrects_rollout or self.loss.kl_reward_coef > 0 or chooses is not None
         return not self.old_is_rollout and (updates > 1 or asked)
 
     @property

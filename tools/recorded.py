@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rl.errors import UserError
+from rl.ranges import of_today
 from rl.samples.group import Group, split_records
 from rl.samples.recorder import CODEC, DIRECTORY, step_of, steps_of
 
@@ -16,7 +17,8 @@ class Record:
     def __init__(self, run_dir: Path):
         """Raise UserError if there is no record."""
         self.directory = run_dir / DIRECTORY
-        self.starts = [json.loads(file.read_text()) for file in steps_of(self.directory, "start")]
+        starts = [json.loads(file.read_text()) for file in steps_of(self.directory, "start")]
+        self.starts = [start | {"flags": of_today(start["flags"])} for start in starts]
         if not self.starts:
             raise UserError(f"{run_dir} is no run that recorded its samples: {self.directory} has none.")
 

@@ -62,7 +62,7 @@ def patched(side: str, median: int, longest: int) -> None:
 
     from scripted import ScriptedEngine
 
-    from rl.generation import generator
+    from rl.generation import make
     from rl.generation.embedded import TransformersEngine
     from rl.ranks import process
     from rl.split import init_split
@@ -80,7 +80,7 @@ def patched(side: str, median: int, longest: int) -> None:
 
     engine_type.add = add_of_a_length
     if side in ("training", BUSY):
-        generator.make_engine = lambda *_, **__: Instant()
+        make.make_engine = lambda *_, **__: Instant()
     if side == "generation":
         script.learn = lambda *_: {}
         TrainingRun.report = lambda *_: {}  # of what was trained

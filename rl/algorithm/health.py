@@ -213,10 +213,9 @@ class Health:
         # with the generator's log-probs as the old ones, the learner's may be of weights that this step has moved
         exact = args.learner.dtype == "float32" and args.engine.rollout_dtype != "bfloat16" and not args.old_is_rollout
         if apart > APART or (exact and one > ONE_APART):
-            detail = (
-                f"In step {step} by {apart:.3f} on average and at most {one:.2f}, without stale samples: what samples is not "
-            )
-            detail += "what learns. If you have changed the sampling, change the learner's log-probs as well (docs/forking.md)."
+            detail = f"In step {step} by {apart:.3f} on average and at most {one:.2f}, without stale samples: the policy that "
+            detail += "samples is not the one that learns. If you have changed the sampling, change the learner's log-probs as "
+            detail += "well (docs/forking.md). A mixture of experts needs --router-replay R3."
             self._warn("different_policy", "steps in which generator and learner give tokens other probabilities", 1, detail)
 
     def _warn_of_correction(self, step: int, metrics: dict[str, float], fates: Fates) -> None:

@@ -16,10 +16,9 @@ from rl import parts
 from rl.checkpoint import files
 from rl.checkpoint.files import STATE, STEPS, TRAINING, CheckpointArgs, Resumed
 from rl.errors import UserError
-from rl.flags import of_today
 from rl.learning.learner import Learner
 from rl.masking import masked
-from rl.ranges import DEFAULT_BATCH, flag, may_change
+from rl.ranges import DEFAULT_BATCH, flag, may_change, of_today
 from rl.ranks import dist, launch
 from rl.record.run import Origin
 from rl.samples.group import Group, split_records

@@ -1,8 +1,8 @@
 """The pool that scores responses, with the built-in verifiers (rl/rewards/score.py) or the user's own function.
 
-All but the harmless run in separate processes, so that a response that cannot be scored (the function hangs, raises, returns no
-finite number, uses too much memory or ends its process) is counted as an event and never stops the run: the response is left
-out of training.
+All but harmless verifiers run in separate processes, so that a response that cannot be scored (the function hangs, raises,
+returns no finite number, uses too much memory or ends its process) is counted as an event and never stops the run: the
+response is left out of training.
 """
 
 import contextlib

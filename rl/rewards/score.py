@@ -1,4 +1,5 @@
-"""A response's score, or the event that kept it from being scored, and the built-in verifiers that score.
+"""A response's score, or the event that kept it from being scored; the built-in verifiers, and a warning for prompts that
+do not ask for their format.
 
 A verifier is a function with verl's signature (math_grader/graders.py), for some data sources. The packages math_grader and
 program_grader are imported when a row needs them.

@@ -213,20 +213,8 @@ def test_what_cannot_have_adapters_is_refused(models, ranks, tmp_path):
 # ------------------------------------------------------------------------------------------------- real runs
 
 
-FLAGS = [
-    "--lora-rank",
-    8,
-    "--lr",
-    1e-3,
-    "--kl-loss-coef",
-    0.001,
-    "--total-training-steps",
-    4,
-    "--save-freq",
-    2,
-    "--test-freq",
-    0,
-]
+FLAGS = ["--lora-rank", 8, "--lr", 1e-3, "--kl-loss-coef", 0.001]
+FLAGS += ["--total-training-steps", 4, "--save-freq", 2, "--test-freq", 0]
 
 
 def read_adapter(directory: Path, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from rl.algorithm.critic import Critic
 from rl.algorithm.metrics import perf_metrics
 from rl.algorithm.teacher import Teacher
 from rl.data.prompts import Prompt
-from rl.generation import generator as engines
+from rl.generation import make as engines
 from rl.generation.embedded import TransformersEngine
 from rl.generation.engine import Request, SamplingParams
 from rl.learning import batch as batches

@@ -276,8 +276,9 @@ def test_a_word_of_trls_is_no_flag_and_what_it_is_here_is_one(word):
         ("--loss-mode sapo --tau-pos 2", "--tau-pos is a number of --loss-mode sapo: --loss-args tau_pos=NUMBER."),
         ("--tau_neg=1.2", "--tau-neg is a number of --loss-mode sapo: --loss-args tau_neg=NUMBER."),
         ("--clip-low 0.1", "--clip-low: here --clip-ratio-low."),
-        ("--use-kl-loss", "In place of --use-kl-loss write --kl-loss-coef 0.001: 0, the default, is off."),
-        ("--use_kl_in_reward True", "In place of --use-kl-in-reward write --kl-reward-coef 0.001"),
+        ("--use-kl-loss", "Leave --use-kl-loss out: --kl-loss-coef above 0 is on, such as 0.001, and 0, the default, is off."),
+        ("--no-use-kl-loss", "Leave --use-kl-loss out: --kl-loss-coef above 0"),
+        ("--use_kl_in_reward True --kl-reward-coef 0.1", "Leave --use-kl-in-reward out: --kl-reward-coef above 0"),
         ("--norm-by-std 0", "--norm-by-std is a number of --adv-estimator grpo_passk, whose default in losses.py holds."),
     ],
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from rl.errors import UserError
-from rl.ranges import DEFAULT_BATCH
+from rl.ranges import DEFAULT_BATCH, of_today
 from rl.record import validations
 from tools.report import readers
 
@@ -51,7 +51,7 @@ class Log:
         for row in self.rows:  # of all ranks together, for runs on equal machines; perf/throughput is per rank, as in verl
             if row.get("perf/time_per_step") and "perf/total_num_tokens" in row:
                 row["tokens/s"] = row["perf/total_num_tokens"] / row["perf/time_per_step"]
-        self.flags = self.config.get("flags", {})
+        self.flags = of_today(self.config.get("flags", {}))
         self.script = self.config.get("script", "")
         if self.off_policy:
             made = f"its samples were made by other weights, those of {self.config['replay'].get('of')}"
