@@ -59,6 +59,7 @@ def patched(side: str, median: int, longest: int) -> None:
     """Runs a script within this process, under torchrun, with lengths given and, for two sides, one half left out."""
     import dataclasses
     import importlib
+    from unittest.mock import patch
 
     from scripted import ScriptedEngine
 
@@ -80,10 +81,10 @@ def patched(side: str, median: int, longest: int) -> None:
 
     engine_type.add = add_of_a_length
     if side in ("training", BUSY):
-        make.make_engine = lambda *_, **__: Instant()
+        patch.object(make, "make_engine", lambda *_, **__: Instant()).start()  # raises if there is no such name
     if side == "generation":
-        script.learn = lambda *_: {}
-        TrainingRun.report = lambda *_: {}  # of what was trained
+        patch.object(script, "learn", lambda *_: {}).start()
+        patch.object(TrainingRun, "report", lambda *_: {}).start()  # of what was trained
     args = read(script.Args, args=sys.argv[4:])
     if name == "train_sync":
         process.run(lambda ranks: script.main(args, ranks))

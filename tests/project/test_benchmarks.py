@@ -13,7 +13,6 @@ from rl import flags
 
 # One process for all: importing torch and transformers is most of what each would cost. Those that start whole runs
 # (demo, load, overlap, publish, startup, and trl's sides) are only imported: the scripts they start have tests of their own.
-# What overlap.py leaves out of a script is tested below.
 DRIVER = """
 import sys
 sys.path.insert(0, "benchmarks")

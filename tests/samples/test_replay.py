@@ -1,5 +1,6 @@
 """A replay trains on recorded samples: with the same flags it gives the same bits, and it keeps its other promises."""
 
+import json
 import re
 import shutil
 import sys
@@ -194,6 +195,14 @@ def test_what_is_replayed_first_is_the_earliest_step_after_a_checkpoint(tmp_path
         (tmp_path / f"step_{step:06d}" / "training" / "state.json").write_text("{}")
     checkpoint, found = replay.begin(Recent, tmp_path, None)
     assert (checkpoint.name, found) == (f"step_{first - 1:06d}", first)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_a_kl_that_was_off_in_an_earlier_version_is_not_replayed(tmp_path, was_on):
+    start = {"after": 0, "flags": {"seed": 3, "use_kl_loss": was_on, "kl_loss_coef": 0.1}}
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "start_000000.json").write_text(json.dumps(start))
+    assert Record(tmp_path).start_of(1)["flags"] == {"seed": 3, "kl_loss_coef": 0.1 if was_on else 0.0}
 
 
 @pytest.mark.slow
