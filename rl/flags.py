@@ -21,7 +21,7 @@ import tyro
 
 from rl import parts
 from rl.errors import UserError
-from rl.ranges import SWITCHES, check, flag, of_today
+from rl.ranges import check, flag, of_today
 from rl.ranks import launch, process
 
 Flags = TypeVar("Flags")
@@ -129,9 +129,6 @@ def _read(flags: type[Flags], words: Sequence[str]) -> Flags:
     names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     similar = dict.fromkeys(near for name in names for near in difflib.get_close_matches(name, known))
     own = "".join(part.hint(unknown) for part in parts.tree(found) if hasattr(part, "hint"))
-    for switch, coef in SWITCHES.items():
-        if {flag(switch), flag(f"no_{switch}")} & {*names}:
-            own += f" Leave {flag(switch)} out: {flag(coef)} above 0 is on, such as 0.001, and 0, the default, is off."
     hint = own or (f" Similar: {', '.join(similar)}." if similar else "")
     raise UserError(f"Unrecognized options: {', '.join(unknown)}.{hint} --help-all lists all flags.")
 

@@ -1,4 +1,4 @@
-"""Marks in the type of a flag's field, and the check of all flags.
+"""Marks in the type of a flag's field, the check of all flags, and the flags that a run has recorded.
 
 A mark says which numbers the flag accepts, what kind of thing it names, or that a run may resume with another value:
 

@@ -228,7 +228,7 @@ class LossArgs(Part):
         return "rollout_log_prob" in self.policy_loss.inputs
 
     def hint(self, unknown: Sequence[str]) -> str:
-        """Return a sentence for each unknown flag that is a numeric parameter of a loss or an estimator."""
+        """Return a sentence for each unknown flag that is a number of a loss or an estimator, or an earlier switch."""
         from rl.algorithm.words import hint_of  # late: it is for an error
 
         words = (word.partition("=")[0] for word in unknown if word.startswith("--"))

@@ -16,6 +16,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from rl.algorithm import whole_batch
 from rl.algorithm.metrics import OF_REJECTION, Fates
 from rl.data.job import Job
@@ -211,7 +213,8 @@ class Health:
             return
         apart, one = (metrics.get(f"training/rollout_probs_diff_{name}", 0.0) for name in ("mean", "max"))
         # with the generator's log-probs as the old ones, the learner's may be of weights that this step has moved
-        exact = args.learner.dtype == "float32" and args.engine.rollout_dtype != "bfloat16" and not args.old_is_rollout
+        own = args.learner.dtype
+        exact = own == "float32" and args.engine.weights_dtype(own) == torch.float32 and not args.old_is_rollout
         if apart > APART or (exact and one > ONE_APART):
             detail = f"In step {step} by {apart:.3f} on average and at most {one:.2f}, without stale samples: the policy that "
             detail += "samples is not the one that learns. If you have changed the sampling, change the learner's log-probs as "

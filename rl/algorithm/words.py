@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import losses
 from rl.errors import UserError
-from rl.ranges import flag
+from rl.ranges import SWITCHES, flag
 
 
 def check_loss_args(words: Sequence[str], loss_mode: str, own_flags: Mapping[str, str]) -> None:
@@ -31,10 +31,13 @@ def check_loss_args(words: Sequence[str], loss_mode: str, own_flags: Mapping[str
 
 
 def hint_of(word: str, loss_mode: str, own_flags: Mapping[str, str]) -> str:
-    """Return a sentence for an unknown flag that is a numeric parameter of a loss or an estimator."""
+    """Return a sentence for an unknown flag that is a numeric parameter of a loss or an estimator, or an earlier switch."""
     name = word.removeprefix("--").replace("-", "_")
     modes = [mode for mode, loss in losses.POLICY_LOSSES.items() if name in loss.knobs | loss.choice_knobs]
     estimators = [own for own, estimator in losses.ADVANTAGES.items() if name in estimator.knobs]
+    if (switch := name.removeprefix("no_")) in SWITCHES:
+        coef = flag(SWITCHES[switch])
+        return f" Leave {flag(switch)} out: {coef} above 0 is on, such as 0.001, and 0, the default, is off."
     if name in own_flags:
         return f" {word}: here {flag(own_flags[name])}."
     if modes:

@@ -17,6 +17,23 @@ from rl.rewards.args import CODE
 
 OUT = "outage"  # of a grader (rl/rewards/outages.py)
 EVENTS = ("timeout", "error", "bad_value", "died", "image", OUT)  # image: an image of the prompt is damaged
+SHARE = 0.9  # of the time for a response that its programs get
+LOOKED_AT = 64  # the number of prompts that the warning is based on
+BUILT_IN = {  # data_source -> the verifier's name
+    "demo": "exact",
+    "openai/gsm8k": "gsm8k",
+    "gsm8k": "gsm8k",
+    "gsm8k_flexible": "gsm8k_flexible",
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math_verify"),
+    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), "math_dapo"),
+    "aime": "math_dapo",  # also for longer names: aime24, aime_2025, ...
+    "hiyouga/geometry3k": "geo3k",
+    "geo3k": "geo3k",
+    **dict.fromkeys((CODE, "apps", "codecontests", "codeforces", "taco"), CODE),
+}
+# The rank itself runs these: a few string operations, which cannot hang. Scoring processes run everything else: the
+# user's function, which may do anything, and the graders of mathematics, which parse whatever the model writes.
+HARMLESS = {"exact", "gsm8k", "gsm8k_flexible"}
 
 
 @dataclass(frozen=True)
@@ -87,25 +104,6 @@ def overlong_penalty(length: int, max_response_length: int, buffer_len: int, fac
         return 0.0
     over = length - (max_response_length - buffer_len)
     return min(-over / buffer_len * factor, 0.0)
-
-
-SHARE = 0.9  # of the time for a response that its programs get
-LOOKED_AT = 64  # the number of prompts that the warning is based on
-BUILT_IN = {  # data_source -> the verifier's name
-    "demo": "exact",
-    "openai/gsm8k": "gsm8k",
-    "gsm8k": "gsm8k",
-    "gsm8k_flexible": "gsm8k_flexible",
-    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math_verify"),
-    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), "math_dapo"),
-    "aime": "math_dapo",  # also for longer names: aime24, aime_2025, ...
-    "hiyouga/geometry3k": "geo3k",
-    "geo3k": "geo3k",
-    **dict.fromkeys((CODE, "apps", "codecontests", "codeforces", "taco"), CODE),
-}
-# The rank itself runs these: a few string operations, which cannot hang. Scoring processes run everything else: the
-# user's function, which may do anything, and the graders of mathematics, which parse whatever the model writes.
-HARMLESS = {"exact", "gsm8k", "gsm8k_flexible"}
 
 
 def verifier_name(data_source: str, reward: str | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""The embedded engine's states of delta nets (rl/model/hybrid/), written and read together with its KV cache."""
+"""The states of delta nets in the embedded engine (rl/generation/embedded.py), written and read together with its KV cache."""
 
 import functools
 
